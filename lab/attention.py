@@ -157,7 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     within = by_distance(model, text.at(inner[-1]), inner)
     figure = style.figure_of(9.5, 4.8)
     axes = figure.subplots()
-    draw(axes, lines, within, trained)
+    draw(axes, lines, within, trained=trained)
     title = f"{Path(args.model).name}: attention of the last {QUERIES} of {length} tokens"
     axes.set_title(title, **style.TITLE)
     style.legend_below(figure, axes)

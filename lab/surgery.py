@@ -223,7 +223,7 @@ class Bench:
         best = min(loss, key=loss.__getitem__)
         found = self.read(name, steps, best)
         note = f"{name}: c {best:g} of {', '.join(f'{c:g}' for c in loss)}, chosen on other text"
-        return Reading(found.name, found.report, found.system, note)
+        return Reading(name=found.name, report=found.report, system=found.system, note=note)
 
 
 def table(readings: Sequence[Reading], bench: Bench) -> str:
@@ -241,7 +241,9 @@ def table(readings: Sequence[Reading], bench: Bench) -> str:
         for reading in (unpatched, *readings):
             found = (reading.report.estimates[task, reading.system, n] for n in bench.lengths)
             cells = [reading.name, *(shown(one, kind) for one in found)]
-            cells.append("" if reading is base else _against(reading, base, bench, task, kind))
+            cells.append(
+                "" if reading is base else _against(reading, base, bench, task=task, kind=kind)
+            )
             lines.append(f"| {' | '.join(cells)} |")
         lines.append("")
     lines += [reading.note for reading in readings if reading.note]

@@ -143,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         documents=tuple(args.documents),
         passkeys=args.passkeys,
     )
-    for mark, words in commands(study, args.factors, args.arms, args.seeds):
+    for mark, words in commands(study, args.factors, args.arms, seeds=args.seeds):
         if args.dry_run:
             print(shlex.join(words))
         elif not mark.exists():

@@ -67,10 +67,10 @@ def documents(
         if listing is not None:
             files = listing.files
             first = first_rows(files, column, _ENOUGH)
-            _require(name, first, column, chat)
+            _require(name, first, column, chat=chat)
             convert = conversation_of if chat else None
             return load_files(files, column, streaming=streaming, strict=strict, convert=convert)
-        data = _dataset(name, config, split, streaming)
+        data = _dataset(name, config, split, streaming=streaming)
         first = list(data.take(_ENOUGH))
     except DataError:
         raise
@@ -85,7 +85,7 @@ def documents(
             f"{nowhere(name)}; give --dataset an existing file or directory, a Hub dataset ID, or "
             f"{PYTHON_LIBRARY}"
         ) from error
-    _require(name, first, column, chat)
+    _require(name, first, column, chat=chat)
     if chat:
         return data.map(_as_conversation, remove_columns=list(first[0]))
     data = data.select_columns(column)
@@ -383,7 +383,7 @@ def rows(
     most = math.inf if longest is None else longest
     kept = data.filter(lambda row: minimum <= row["tokens"] <= most)
     counts = data["tokens"][:]
-    long = _long(counts, minimum, pack, "all")
+    long = _long(counts, minimum, pack, which="all")
     batch = math.ceil(_ROWS * len(long) / _whole(long, pack))  # documents for _ROWS rows
     features = {name: List(Value("int32")) for name in pack.names}
     packed = kept.map(
@@ -443,7 +443,7 @@ def source(
         if sum(pack.rows(count) for count in counts if count >= minimum) >= 1:
             break
     else:
-        long = _long(counts, minimum, pack, "the first")
+        long = _long(counts, minimum, pack, which="the first")
         if len(counts) < _LOOKED_AT:
             _whole(long, pack)
     longest = getattr(pack, "longest", None)
@@ -454,7 +454,7 @@ def source(
             f"such conversations are dropped; give a longer --length to keep them",
             stacklevel=2,
         )
-    return Source(data, tokenize, pack, minimum, seed)
+    return Source(documents=data, tokenize=tokenize, pack=pack, minimum=minimum, seed=seed)
 
 
 def _long(counts: list[int], minimum: int, pack: Packer, which: str) -> list[int]:

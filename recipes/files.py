@@ -191,7 +191,7 @@ def _documents(
         try:
             for row in read_rows(Path(name), column):
                 columns |= row.keys()
-                yield {"text": _text_of(row, name, column, convert), PROBLEM: None}
+                yield {"text": _text_of(row, name, column, convert=convert), PROBLEM: None}
         except UnreadableError as error:
             if strict:
                 raise DataError(f"{error}; repair or remove it, or give --bad_files skip") from None

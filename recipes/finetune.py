@@ -161,7 +161,9 @@ def check(recipe: Recipe, args: Any, mistakes: Mistakes | None = None) -> Plan:
         with mistakes.collected():
             cases = evaluation.passkeys(tokenizer, length, recipe.eval_passkeys)
     mistakes.report()
-    return Plan(config, tokenizer, target, length, cases)
+    return Plan(
+        config=config, tokenizer=tokenizer, target=target, eval_length=length, passkeys=cases
+    )
 
 
 def uses_chat(recipe: Recipe) -> bool:
@@ -357,7 +359,7 @@ def build(recipe: Recipe, config: Any, meta: bool = False, rows: Any = ()) -> An
     With ``meta``, it has no weights, and methods that need weights for their checks are skipped.
     ``rows``: training rows, to which ``init: model`` fits the encoding.
     """
-    return _extend(recipe, _bare(recipe, config, meta), meta, rows)
+    return _extend(recipe, model=_bare(recipe, config, meta), meta=meta, rows=rows)
 
 
 def _extend(recipe: Recipe, model: Any, meta: bool, rows: Any = ()) -> Any:
@@ -552,7 +554,9 @@ class LongTrainer(Trainer):
         num_items_in_batch: Any = None,
     ) -> Any:
         """Like Trainer's; in training, adds the restoration loss on the start of each row."""
-        result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        result = super().compute_loss(
+            model, inputs, return_outputs, num_items_in_batch=num_items_in_batch
+        )
         if not (self.recipe.restoration and model.training):
             return result
         loss = result[0] if return_outputs else result
@@ -861,7 +865,7 @@ def run(recipe: Recipe, args: TrainingArguments, plan: Plan) -> None:
     folder = Path(args.output_dir).resolve()
     alone = lock(folder.parent, folder.name, option="--output_dir", required=False)
     with alone if first_process() else contextlib.nullcontext():
-        _train(recipe, args, plan, found)
+        _train(recipe, args, plan, found=found)
     tell_next(next_command(recipe, args, plan))
 
 

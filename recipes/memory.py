@@ -123,11 +123,11 @@ class Need:
         """Memory per device with FSDP2 or ZeRO-3, where each device has its own rows."""
         alone = self.alone
         return Memory(
-            (alone.weights - self.constants) / devices + self.constants,
-            alone.gradients / devices,
-            alone.optimizer / devices,
-            self.step(self.length),
-            self.gathered,
+            weights=(alone.weights - self.constants) / devices + self.constants,
+            gradients=alone.gradients / devices,
+            optimizer=alone.optimizer / devices,
+            activations=self.step(self.length),
+            gathered=self.gathered,
         )
 
     def context_parallel(self, devices: int) -> Memory:
@@ -206,7 +206,7 @@ def extrapolated(model: nn.Module, rows: int, length: int, bf16: bool, restored:
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu").train()  # where autocast acts
         while layers and len(peaks) < 2:
-            peaks.append(step_peaks(model, rows, length, bf16, restored=restored))
+            peaks.append(step_peaks(model, rows, length, bf16=bf16, restored=restored))
             del layers[-1:]
     if number <= 3:
         return max(peaks[0])
@@ -254,16 +254,23 @@ def need(recipe: finetune.Recipe, args: Any, config: PreTrainedConfig) -> Need:
             skeleton.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
         own = recipe.original_max_position_embeddings or trained_length(config)
         restored = min(own, length) if recipe.restoration else 0
-        peak = extrapolated(skeleton, rows, length, args.bf16 and not sharded, restored)
+        peak = extrapolated(
+            skeleton, rows=rows, length=length, bf16=args.bf16 and not sharded, restored=restored
+        )
         copies = 1 if args.gradient_checkpointing else len(_layers(model))
         return peak + whole + mask_bytes(recipe, args, length) * (1 + width * copies)
 
     return Need(
         parameters=sum(p.numel() for p in model.parameters()),
         trained=sum(p.numel() for p in trained),
-        alone=Memory(weights, _bytes(trained), states or 0, step(recipe.length, False)),
+        alone=Memory(
+            weights=weights,
+            gradients=_bytes(trained),
+            optimizer=states or 0,
+            activations=step(recipe.length, False),
+        ),
         constants=constants,
-        gathered=_gathered(model, packed, width, recipe.quantize_bits / 8),
+        gathered=_gathered(model, packed, width, packed_width=recipe.quantize_bits / 8),
         keys=2 * rows * recipe.length * text.num_key_value_heads * head * width,
         step=functools.partial(step, sharded=True),
         length=recipe.length,

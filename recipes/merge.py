@@ -136,7 +136,9 @@ def merge(adapter: Path, output: Path, dtype: str) -> str:
     length = rope_ext.describe(model).length + COMPARED
     trained = logits(model, length)
     model = model.merge_and_unload()
-    merged = difference(logits(model, length), trained, _MERGED, "logits after merging")
+    merged = difference(
+        logits(model, length), expected=trained, bound=_MERGED, what="logits after merging"
+    )
     for parameter in model.parameters():  # not the buffers, which contain frequencies
         parameter.data = parameter.data.to(getattr(torch, dtype))
     saved = logits(model, length)
@@ -150,7 +152,7 @@ def merge(adapter: Path, output: Path, dtype: str) -> str:
         write_card(output, _base(adapter), report)
     del model
     again = logits(rope_ext.from_pretrained(output, dtype=getattr(torch, dtype)), length)
-    reloaded = difference(again, saved, _RELOADED, "logits after reloading")
+    reloaded = difference(again, expected=saved, bound=_RELOADED, what="logits after reloading")
     return (
         f"{output}: for {COMPARED} tokens beyond the trained length, logits differ by {merged:.1e} "
         f"of the largest after merging, and by {reloaded:.1e} after reloading"

@@ -49,7 +49,9 @@ class PoSE:
     chunks: int = 2
 
     def __call__(self, ids: Sequence[int], rng: random.Random) -> Drawn:
-        starts, offsets = skipped_positions(len(ids), self.target, self.chunks, rng)
+        starts, offsets = skipped_positions(
+            len(ids), target=self.target, chunks=self.chunks, rng=rng
+        )
         positions = torch.arange(len(ids))
         for start, before, offset in zip(starts[1:], offsets, offsets[1:], strict=False):
             positions[start:] += offset - before

@@ -832,14 +832,14 @@ def parts(recipe: Recipe) -> list[Part]:
     if not recipe.datasets:
         return [
             Part(
-                recipe.dataset or "",
-                1.0,
-                recipe.dataset_config,
-                recipe.dataset_split,
-                recipe.text_column,
-                rows_of(recipe),
-                recipe.minimum_document,
-                recipe.format,
+                dataset=recipe.dataset or "",
+                weight=1.0,
+                config=recipe.dataset_config,
+                split=recipe.dataset_split,
+                column=recipe.text_column,
+                rows=rows_of(recipe),
+                minimum_document=recipe.minimum_document,
+                format=recipe.format,
             )
         ]
     if recipe.dataset is not None:

@@ -207,7 +207,9 @@ def patch(
         _patch(model, method, keywords)
         dropped = values.carry(root)
     except BaseException:
-        _go_back(model, before, values, grown)  # if the replacement fails, restore the model
+        _go_back(
+            model, earlier=before, values=values, grown=grown
+        )  # if the replacement fails, restore the model
         torch.set_rng_state(random)
         raise
     if dropped and earlier is not None:
@@ -303,7 +305,7 @@ def _returning(model: nn.Module, change: Callable[[], Any]) -> Iterator[None]:
         yield
     finally:
         with _lock, quiet():
-            _go_back(model, earlier, values, grown)
+            _go_back(model, earlier, values, grown=grown)
 
 
 def _go_back(model: nn.Module, earlier: list[Patch], values: Earlier, grown: Grown) -> None:
@@ -381,11 +383,11 @@ def _patch(
     try:
         changes.append(functools.partial(forget_pages, model))
         separate_configurations(given, WRITTEN, changes)
-        halves = [_decoder_half(places, method, options, apply, changes)]
+        halves = [_decoder_half(places, method, options, apply=apply, changes=changes)]
         for place in places[1:]:
             own: Changes = []
             try:
-                halves.append(_half(place, method, options, apply, own))
+                halves.append(_half(place, method, options, apply=apply, changes=own))
             except UnsupportedModelError as error:
                 undo(own)
                 left[place.decoder] = error
@@ -395,12 +397,14 @@ def _patch(
         for half in halves[1:]:
             halves[0].notes.append(_patched_too(half, tried=apply is None))
         for half in halves:
-            writing.write(half.place, half.values, half.record, changes)
+            writing.write(half.place, half.values, half.record, changes=changes)
         if options.tokenizer is not None:  # the encoder reads what it makes
             reached = min(half.applied.target_length for half in halves)
-            set_attribute(options.tokenizer, "model_max_length", reached, changes)
+            set_attribute(
+                options.tokenizer, name="model_max_length", value=reached, changes=changes
+            )
         tokenizer = options.tokenizer
-        halves[0].notes.extend(_lengthen(given, halves[0].record, tokenizer, changes))
+        halves[0].notes.extend(_lengthen(given, halves[0].record, tokenizer, changes=changes))
         for half in halves:
             _add_warnings(half.place, half.record, changes)
             changes.append(functools.partial(_forget, half.place.decoder))
@@ -438,7 +442,7 @@ def _place(model: Any, part: nn.Module, options: Options) -> PatchTarget:
     scaled = chosen_sites(part, sites, options.sliding_layers)
     refuse_changed(part, scaled, length)
     _refuse_tables(part)
-    return PatchTarget(model, part, sites, scaled)
+    return PatchTarget(model=model, decoder=part, sites=sites, scaled=scaled)
 
 
 def _refuse_tables(part: nn.Module) -> None:
@@ -480,7 +484,7 @@ def _half(
     used = method
     raised = []
     if options.compose == "raise":
-        place, used, raised = raise_factor(place, method, options, changes)
+        place, used, raised = raise_factor(place, method, options, changes=changes)
     if apply is None:
         apply = apply_frequency if used.kind == "frequency" else apply_position
     applied = apply(place, used, options, changes)
@@ -513,7 +517,7 @@ def _half(
             f"the configuration was saved under another patch ({earlier}), whose record gives "
             f"the trained length"
         )
-    return _Half(place, applied, record, values, notes)
+    return _Half(place=place, applied=applied, record=record, values=values, notes=notes)
 
 
 def _decoder_half(
@@ -525,9 +529,9 @@ def _decoder_half(
 ) -> _Half:
     """Apply a method to the first of ``places``; if it is refused, say whether the encoder is."""
     try:
-        return _half(places[0], method, options, apply, changes)
+        return _half(places[0], method=method, options=options, apply=apply, changes=changes)
     except UnsupportedModelError as error:
-        if not any(_is_accepted(place, method, options, apply) for place in places[1:]):
+        if not any(_is_accepted(place, method, options, apply=apply) for place in places[1:]):
             raise
         raise UnsupportedModelError(
             f"{error}; rope_ext.patch(model.get_encoder(), ...) patches the encoder alone"
@@ -540,7 +544,7 @@ def _is_accepted(
     """Whether a method can be applied to a text model; leaves it unchanged."""
     changes: Changes = []
     try:
-        _half(place, method, options, apply, changes)
+        _half(place, method, options, apply=apply, changes=changes)
     except UnsupportedModelError:
         return False
     finally:
@@ -594,7 +598,7 @@ def note_patch(model: Model, method: Method, **keywords: Any) -> Model:
     """
     options = Options(**keywords)
     options.check(method)
-    _patch(model, method, options, _noted)
+    _patch(model, method, options, apply=_noted)
     return model
 
 
@@ -681,9 +685,9 @@ def _lengthen(given: Any, record: Record, tokenizer: Any, changes: Changes) -> l
     reached = min(record.target_length, length * record.target_length // record.trained_length)
     if reached <= length:  # without a limit
         return []
-    set_attribute(given.tokenizer, "model_max_length", reached, changes)
+    set_attribute(given.tokenizer, name="model_max_length", value=reached, changes=changes)
     if given.max_seq_length != reached:  # before sentence-transformers 6, of the module
-        set_attribute(given[0], "max_seq_length", reached, changes)
+        set_attribute(given[0], name="max_seq_length", value=reached, changes=changes)
     return [f"texts: cut at {reached} tokens (max_seq_length; without the patch {length})"]
 
 
@@ -745,9 +749,14 @@ def _add_warnings(place: PatchTarget, record: Record, changes: Changes) -> None:
         limit = _Limit(method.name, record.trained_length, record.target_length)
         changes.append(place.decoder.register_forward_pre_hook(limit, with_kwargs=True).remove)
         if not place.is_encoder:
-            wrap(place.model, "generate", limit.generate, changes)
+            wrap(place.model, name="generate", function=limit.generate, changes=changes)
     if not place.is_encoder:
-        wrap(place.model, "load_adapter", functools.partial(_load_adapter, record), changes)
+        wrap(
+            place.model,
+            name="load_adapter",
+            function=functools.partial(_load_adapter, record),
+            changes=changes,
+        )
 
 
 def _load_adapter(record: Record, original: Any, *args: Any, **kwargs: Any) -> Any:

@@ -125,7 +125,7 @@ def calibrate(
         CalibrationOptions(target_length=tokens, **given)  # reports mistakes before loading weights
         for name in names:
             method_class(name)
-        require_free(output, resume, "--resume", "--output")
+        require_free(output, resume=resume, cure="--resume", output="--output")
         given |= {"methods": names, "output": output, "resume": resume}
         how = Loading(**read_options(Loading, options))
         loaded, tokenizer, texts = how.load(model)
@@ -254,12 +254,19 @@ def verify(
         if url is None:
             tolerance = tolerance or verifying.TOLERANCE
             given = "" if as_saved else flags
-            run = verifying.in_process(miniature, engine, Path(folder), given)
+            run = verifying.in_process(miniature, engine, folder=Path(folder), flags=given)
             where = engine
         else:
             run = verifying.endpoint(url, served_model_name)
             where = url
-        found = verifying.verify(miniature, run, where, longest, tolerance, factor_error)
+        found = verifying.verify(
+            miniature,
+            run,
+            engine=where,
+            longest=longest,
+            tolerance=tolerance,
+            factor_error=factor_error,
+        )
     show(found)
     for note in found.notes:
         tell(f"note: {note}", "yellow")
@@ -309,7 +316,7 @@ def plot(
     options = checked_methods(names, factor, parse_options(option, names))
     methods = [build_method(name, **values) for name, values in options.items()]
     tokens = parse_length(length) if length else None
-    pictures.draw(kind, model, methods, output, tokens, compose)
+    pictures.draw(kind, model, shown=methods, path=output, length=tokens, compose=compose)
     tell(f"wrote {output}")
     trained = trained_length(load_config(model))
     target = tokens or reach(factor, trained)

@@ -60,7 +60,7 @@ def score(
     targets = ids[:, ids.shape[1] - tail :]
     losses = torch.empty(targets.shape, dtype=torch.float32, device="cpu")
     hits = torch.empty(targets.shape, dtype=torch.bool, device="cpu")
-    for start, stop, part in _logits(model, inputs, tail, logits):
+    for start, stop, part in _logits(model, inputs, tail, most=logits):
         wanted = targets[:, start:stop]
         loss = nn.functional.cross_entropy(
             part.float().flatten(0, 1), wanted.flatten(), reduction="none"

@@ -356,7 +356,7 @@ class Completion:
             if number is not None and (type(number) is not int or number < 0):
                 raise RequestError(f"the number of {kind} tokens is {_cited(number)}")
             counts.append(number or None)
-        return cls(model or None, counts[0], counts[1], choice)
+        return cls(model=model or None, read=counts[0], written=counts[1], choice=choice)
 
     def text(self) -> str:
         """Return the text of the answer."""

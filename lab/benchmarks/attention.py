@@ -125,11 +125,11 @@ def attend(
         tables = [torch.cat((t, t), dim=-1).to(query.dtype) for t in made]
         own = [table[-queries:] for table in tables]
         cached = tables if queries > 1 else None  # a cache holds rotated keys
-        return functools.partial(native, query, key, value, own, cached)
-    asked = bands(variant, queries, keys, window, columns, query.device)
+        return functools.partial(native, query, key, value, own=own, cached=cached)
+    asked = bands(variant, queries, keys, window=window, columns=columns, device=query.device)
     call = Call(asked, halves(columns), columns**-0.5)
     if kernel == "decode":
-        ranges = ranges_of(call, queries, keys, query.device)
+        ranges = ranges_of(call, queries, keys, device=query.device)
         return functools.partial(decode_kernel.attend, query, key, value, call, ranges)
     return functools.partial(attention.attend, query, key, value, call, kernel)
 
@@ -153,8 +153,11 @@ def step(
 def decode(
     keys: int, kv_heads: int, window: int, dtype: torch.dtype, rounds: int
 ) -> dict[str, Measured]:
-    query, *first = tensors(HEADS, kv_heads, 1, keys, dtype)
+    query, *first = tensors(HEADS, kv_heads=kv_heads, queries=1, keys=keys, dtype=dtype)
     # Separate memory, as in a model: no layer finds its keys in the processor's cache.
     cached = [tuple(first), *(tuple(x.clone() for x in first) for _ in range(LAYERS - 1))]
     with torch.inference_mode():
-        return ratios({v: step(v, query, cached, window) for v in (NATIVE, *VARIANTS)}, rounds)
+        return ratios(
+            {v: step(v, query=query, cached=cached, window=window) for v in (NATIVE, *VARIANTS)},
+            rounds,
+        )

@@ -53,7 +53,7 @@ class Size:
 
 
 def size(small: bool) -> Size:
-    return Size(1, 32, 64, "eager") if small else Size()
+    return Size(layers=1, trained=32, prompt=64, backend="eager") if small else Size()
 
 
 def measure(
@@ -77,7 +77,10 @@ def measure(
             tell(f"decoding: {column}, {rounds} rounds")
             # One graph for each model, all from the same code.
             with torch._dynamo.config.patch(recompile_limit=2 * len(models)):
-                runs = {name: _steps(one, ids, rounds, backend) for name, one in models.items()}
+                runs = {
+                    name: _steps(one, ids=ids, rounds=rounds, backend=backend)
+                    for name, one in models.items()
+                }
                 yield {column: ratios(runs, rounds)}
             torch._dynamo.reset()
 

@@ -123,7 +123,14 @@ def measure(
             wanted = wanted or written
             if written != wanted:  # may happen at a tie only, since drafts are verified
                 print(f"note: {name} wrote another text after {length} tokens")
-            yield Accepted(method, name, length, count, count * new, forwards.count)
+            yield Accepted(
+                method=method,
+                draft=name,
+                prompt=length,
+                texts=count,
+                new=count * new,
+                forwards=forwards.count,
+            )
 
 
 def main(given: Sequence[str] | None = None) -> None:
@@ -140,7 +147,9 @@ def main(given: Sequence[str] | None = None) -> None:
     print(f"torch {torch.__version__}, transformers {transformers.__version__}, rope_ext", end=" ")
     print(f"{__version__}; {CHECKPOINT.name}, factor {args.factor:g}, {args.bits} bits, no seed")
     for method in args.methods.split(","):
-        for found in measure(method, args.factor, lengths, args.texts, args.new, args.bits):
+        for found in measure(
+            method, args.factor, lengths, count=args.texts, new=args.new, bits=args.bits
+        ):
             print(json.dumps(asdict(found) | {"per_forward": round(found.per_forward, 2)}))
 
 

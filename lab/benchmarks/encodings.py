@@ -89,7 +89,14 @@ def variants(length: int) -> dict[str, Attend]:
 def measured(part: str, length: int, rounds: int) -> Mapping[str, Any]:
     """A column of a table, by variant."""
     if part != "memory":
-        return prefill(variants(length), HEADS, length, torch.float32, part == "backward", rounds)
+        return prefill(
+            variants(length),
+            heads=HEADS,
+            length=length,
+            dtype=torch.float32,
+            backward=part == "backward",
+            rounds=rounds,
+        )
     command = [sys.executable, "-m", "lab.benchmarks.encodings", "--lengths", str(length), "--peak"]
     root = Path(__file__).parents[2]  # where Python finds lab
     return {

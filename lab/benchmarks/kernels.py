@@ -87,13 +87,25 @@ def cases(cards: Iterable[str], small: bool = False) -> list[Case]:
     for card in cards:
         for dtype in ("float16", "float32"):
             for heads in HEADS:
-                found += [Case(card, kind, heads, dtype, TRAIN) for kind in (PLAIN, "bias")]
+                found += [
+                    Case(card=card, kind=kind, heads=heads, dtype=dtype, phase=TRAIN)
+                    for kind in (PLAIN, "bias")
+                ]
         if card == "8.6":
-            found += [Case(card, kind, "128", "float16", TRAIN) for kind in KINDS]
+            found += [
+                Case(card=card, kind=kind, heads="128", dtype="float16", phase=TRAIN)
+                for kind in KINDS
+            ]
         if card == "7.5":  # those that cannot be trained
-            found += [Case(card, kind, "256", "float32", PREFILL) for kind in (PLAIN, "bias")]
+            found += [
+                Case(card=card, kind=kind, heads="256", dtype="float32", phase=PREFILL)
+                for kind in (PLAIN, "bias")
+            ]
         if CARDS[card].capability >= (8, 0):
-            found += [Case(card, "bias", x, "bfloat16", TRAIN) for x in ("128", "256")]
+            found += [
+                Case(card=card, kind="bias", heads=x, dtype="bfloat16", phase=TRAIN)
+                for x in ("128", "256")
+            ]
     return found
 
 

@@ -86,7 +86,7 @@ def rows_to_choose_by(checkpoint: str, windows: int) -> tuple[tuple[int, ...], .
     texts = texts_of(checkpoint)[0]
     length = FACTOR * TRAINED
     cure = "--windows asks for more"
-    return windows_of(tokenizer, texts, length, windows, SEED, cure).windows
+    return windows_of(tokenizer, texts, length, count=windows, seed=SEED, cure=cure).windows
 
 
 def loss_to_choose_by(checkpoint: str, method: str, adapter: Path, windows: int) -> float:
@@ -94,7 +94,11 @@ def loss_to_choose_by(checkpoint: str, method: str, adapter: Path, windows: int)
     model = model_of(checkpoint, adapter)
     rows = rows_to_choose_by(checkpoint, windows)
     with rope_ext.patched(model, method, factor=FACTOR), torch.no_grad():
-        return mean(losses_at_end(model, rows, FACTOR * TRAINED // 4, lambda rows: None))
+        return mean(
+            losses_at_end(
+                model, windows=rows, scored=FACTOR * TRAINED // 4, advance=lambda rows: None
+            )
+        )
 
 
 @cache
@@ -105,8 +109,17 @@ def measured(
     tokenizer = AutoTokenizer.from_pretrained(BOX / checkpoint)
     texts = texts_of(checkpoint)[1]
     model = model_of(checkpoint, adapter)
-    unseen = Unseen(model, tokenizer, texts, FACTOR * TRAINED, windows, prompts)
-    asked = prompts_of(tokenizer, [TRAINED], prompts, unseen.rows.windows, SEED)
+    unseen = Unseen(
+        model=model,
+        tokenizer=tokenizer,
+        texts=texts,
+        length=FACTOR * TRAINED,
+        windows=windows,
+        prompts=prompts,
+    )
+    asked = prompts_of(
+        tokenizer, lengths=[TRAINED], count=prompts, texts=unseen.rows.windows, seed=SEED
+    )
     under = build_method(method, factor=FACTOR)
     with rope_ext.patched(model, under), torch.no_grad():
         answers = losses_of_answers(model, asked, lambda rows: None)
@@ -132,15 +145,17 @@ def cell_of(checkpoint: str, name: str, args: argparse.Namespace) -> dict[str, A
     def trained(rate: float, seed: int) -> Path:
         folder = args.output / f"{checkpoint}-{name}-{args.steps}-{rate}-{seed}"
         if not (folder / "rope_ext.json").exists():
-            finetune.main(words_of(checkpoint, name, seed, args.steps, rate, folder))
+            finetune.main(
+                words_of(checkpoint, name, seed, steps=args.steps, rate=rate, folder=folder)
+            )
         return folder
 
     @cache
     def loss(rate: float) -> float:
-        return loss_to_choose_by(checkpoint, method, trained(rate, 0), args.windows)
+        return loss_to_choose_by(checkpoint, method, adapter=trained(rate, 0), windows=args.windows)
 
     def under(adapter: Path | None) -> Measured:
-        return measured(checkpoint, method, adapter, args.windows, args.prompts)
+        return measured(checkpoint, method, adapter, windows=args.windows, prompts=args.prompts)
 
     rate = lowest(loss, RATE)
     after = [under(trained(rate, seed)) for seed in range(args.seeds)]
@@ -214,7 +229,7 @@ def main(given: Sequence[str] | None = None) -> None:
             said = option.replace("methods", "schemes")
             mistakes.add(OptionError(f"--{said} {name!r} is unknown; give {', '.join(known)}"))
     mistakes.report()
-    run(args, partial(cell_of, args=args), show, f"-{args.steps}-{args.seeds}")
+    run(args, cell_of=partial(cell_of, args=args), show=show, suffix=f"-{args.steps}-{args.seeds}")
 
 
 if __name__ == "__main__":

@@ -116,11 +116,19 @@ def measure_attention(
             column = f"{name}, {length}"
             tell(f"attention alone: {column}, {rounds} rounds")
             heads = attention.HEADS
-            yield {column: measuring.prefill(attends, heads, length, dtype, backward, rounds)}
+            yield {
+                column: measuring.prefill(
+                    attends, heads, length, dtype=dtype, backward=backward, rounds=rounds
+                )
+            }
     for kv_heads in (attention.HEADS, attention.HEADS // 4):
         column = f"decode at {max(lengths)}, {kv_heads} key heads"
         tell(f"attention alone: {column}, {5 * rounds} rounds")
-        yield {column: attention.decode(max(lengths), kv_heads, window, dtype, 5 * rounds)}
+        yield {
+            column: attention.decode(
+                max(lengths), kv_heads=kv_heads, window=window, dtype=dtype, rounds=5 * rounds
+            )
+        }
 
 
 def patch_seconds(model: nn.Module, rounds: int, factor: float) -> float:
@@ -202,7 +210,9 @@ def evaluate(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for exact in exact_dtypes if "attention" in parts and on_cpu else ():
         few = max(1, args.rounds // 5)  # half a minute each at 16k
         made["attention"][exact] = {}
-        for found in measure_attention(of_attention, args.window, getattr(torch, exact), few):
+        for found in measure_attention(
+            of_attention, window=args.window, dtype=getattr(torch, exact), rounds=few
+        ):
             made["attention"][exact] |= _plain(found)
             yield made
 

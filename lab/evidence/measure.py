@@ -167,7 +167,13 @@ class Measurement:
         for part in range(self.parts):
             for method in FRONT:
                 options = {"factor": 2} if method != "unpatched" else {}
-                yield method, options, self._prompts(method, options, (double,), ("passkey",), part)
+                yield (
+                    method,
+                    options,
+                    self._prompts(
+                        method, options, lengths=(double,), tasks=("passkey",), part=part
+                    ),
+                )
         if longest < quadruple:  # each forward is long
             yield from self._defaults(2, trained // 4, names[:2])
             yield from self._defaults(2, double, names[:2])
@@ -176,7 +182,10 @@ class Measurement:
             yield from self._defaults(4, quadruple, names[:2], quadruple)
         for method, more in VARIANTS:
             options = {"factor": 2, **more}
-            losses = [Cell(method, options, "loss", double, name) for name in names[:4]]
+            losses = [
+                Cell(method=method, options=options, task="loss", length=double, document=name)
+                for name in names[:4]
+            ]
             yield method, options, losses + self._prompts(method, options, (double,))
         yield from self._defaults(2, double, names[4:], trained)
 
@@ -185,7 +194,7 @@ class Measurement:
     ) -> Iterator[tuple[str, dict[str, Any], list[Cell]]]:
         """Methods with their default options: some documents, and prompts of some lengths."""
         for method, options in self._methods(factor):
-            losses = self._losses(method, options, length, documents)
+            losses = self._losses(method, options, length, documents=documents)
             yield method, options, losses + self._prompts(method, options, lengths)
 
     def _methods(self, factor: float) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -212,7 +221,13 @@ class Measurement:
             lengths = [round(share * self.trained) for share in shares]
         most = int(factor * self.trained) // BUCKET * BUCKET  # STRING reaches almost 2x
         return [
-            Cell(method, options, "loss", min(each, most), document)
+            Cell(
+                method=method,
+                options=options,
+                task="loss",
+                length=min(each, most),
+                document=document,
+            )
             for document in documents
             for each in lengths
         ]
@@ -233,7 +248,7 @@ class Measurement:
         """Return the cells of these prompts: of one ``part``, or of all parts."""
         parts = range(self.parts) if part is None else [part]
         return [
-            Cell(method, options, task, length, part=each)
+            Cell(method=method, options=options, task=task, length=length, part=each)
             for length in lengths
             for task in tasks
             for each in parts

@@ -126,7 +126,7 @@ class Evidence:
         if by_length and end <= self.trained and method != "lampe":
             return self.losses("unpatched", span)
         found: dict[str, float] = {}
-        for line in self.of("loss", method, options, factor):
+        for line in self.of("loss", method=method, options=options, factor=factor):
             last = min(end, line["length"])  # string reaches a little less than 2 times
             if line["length"] < 0.98 * end or (by_length and line["length"] > end):
                 continue
@@ -157,7 +157,7 @@ class Evidence:
 
         Decoded answers if there are any; else those that one forward scored after a lead-in.
         """
-        lines = self.of(task, method, options, 4 if length > 2 else 2)
+        lines = self.of(task, method, options, factor=4 if length > 2 else 2)
         lines = [line for line in lines if line["length"] == round(length * self.trained)]
         if decoded := [line for line in lines if is_decoded(line)]:
             parts = {line["part"]: line["right"] for line in decoded}
@@ -208,7 +208,9 @@ def table(evidence: Evidence) -> str:
         if FAR in spans:
             changes.append([_named(name), *_changes(evidence, name)])
             asked = [(task, length) for task in TASKS for length in (1.5, 2)]
-            shares = [_answered(evidence, name, task, length) for task, length in asked]
+            shares = [
+                _answered(evidence, method=name, task=task, length=length) for task, length in asked
+            ]
             prompts.append([_named(name), *shares])
         else:
             changes.append([_named(name), "" if name == "unpatched" else evidence.cost(name)])
@@ -294,7 +296,7 @@ def quadruple(evidence: Evidence) -> str:
     rows = []
     for name in evidence.rows():
         if shown := evidence.perplexity(name, "2x", factor=4):
-            prompts = [_answered(evidence, name, task, 4) for task in TASKS]
+            prompts = [_answered(evidence, method=name, task=task, length=4) for task in TASKS]
             value = _mean(evidence.losses(name, "2x", factor=4))
             rows.append((value, [_named(name), shown, *prompts]))
     head = ["method", "perplexity", *(PLURALS[task] for task in TASKS)]
@@ -368,7 +370,9 @@ def draw(path: Path, evidence: Sequence[Evidence]) -> None:
             look = look | {"markersize": 5, "linewidth": 2.2}
             axes.plot(places, points, label=LABELS[name], **look)
             if len(evidence) == 1:
-                _name_beside(axes, LABELS[name], (places[-1], points[-1]), look["color"])
+                _name_beside(
+                    axes, name=LABELS[name], end=(places[-1], points[-1]), color=look["color"]
+                )
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5), numticks=9))
         axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda y, _: f"{y:,g}"))

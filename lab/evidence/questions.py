@@ -44,18 +44,18 @@ class Secret(NamedTuple):
     kind: str
 
 
-KEY = Secret(NEEDLE.strip(), ASK, LEAD, "number")
+KEY = Secret(sentence=NEEDLE.strip(), question=ASK, lead=LEAD, kind="number")
 FRUIT = Secret(
-    "My favorite fruit is the {key}. Remember it. The {key} is my favorite fruit.",
-    "\nWhat is my favorite fruit?",
-    " Your favorite fruit is the",
-    "fruit",
+    sentence="My favorite fruit is the {key}. Remember it. The {key} is my favorite fruit.",
+    question="\nWhat is my favorite fruit?",
+    lead=" Your favorite fruit is the",
+    kind="fruit",
 )
 PAIR = Secret(
-    "The {nth} pass key is {key}. Remember it. {key} is the {nth} pass key.",
-    "\nWhat are the first and the second pass key?",
-    " The first and the second pass key are",
-    "two numbers",
+    sentence="The {nth} pass key is {key}. Remember it. {key} is the {nth} pass key.",
+    question="\nWhat are the first and the second pass key?",
+    lead=" The first and the second pass key are",
+    kind="two numbers",
 )
 FRUITS = (
     *("apple", "banana", "cherry", "fig", "grape", "kiwi", "lemon", "lime"),
@@ -77,7 +77,7 @@ class Manual(NamedTuple):
         if not path.exists():
             cache.mkdir(parents=True, exist_ok=True)
             try:
-                download(self.package, self.version, self.sha256, cache)
+                download(self.package, self.version, self.sha256, folder=cache)
             except DownloadError as error:
                 raise MeasureError(f"{error}; check the network") from None
         try:
@@ -119,7 +119,7 @@ bf656c15c80190ed628ad08cdfd3aaa35beb087855e2f494910aa3774cc4fd87
 """
 _LINES = _RELEASES.split("\n")[1:-1]
 MANUALS = tuple(
-    Manual(package, version, sha256, tuple(chapters))
+    Manual(package=package, version=version, sha256=sha256, chapters=tuple(chapters))
     for line, sha256 in zip(_LINES[::2], _LINES[1::2], strict=True)
     for package, version, *chapters in [line.split()]
 )
@@ -171,7 +171,7 @@ class Questions(NamedTuple):
         for length in lengths:
             for number in range(DEPTHS * trials):
                 depth, part = divmod(number, trials)
-                for case in _prompts(frame, length, texts[-1], number, depth):
+                for case in _prompts(frame, length, text=texts[-1], number=number, bin=depth):
                     prompts.setdefault((case.task, length, part), []).append(case)
         return cls(documents, prompts)
 
@@ -228,7 +228,7 @@ def hide(
             parts += [*hay[start:cut], " ", needles[depth]]
             start = cut
         content = "".join([*parts, *hay[start:count], secret.question])
-        prompt = key_prompt(frame, content, spelled, secret.kind, secret.lead)
+        prompt = key_prompt(frame, content, answer=spelled, kind=secret.kind, lead=secret.lead)
         if (1 - attempt / 100) * most <= len(prompt.ids) <= most:
             break
         count = int(count * 0.995 * most / len(prompt.ids))

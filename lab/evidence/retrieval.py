@@ -144,7 +144,10 @@ class Retrievals:
                 plain = name in (CUT, "unpatched")
                 if name == CUT and length <= self.trained:
                     continue  # nothing is cut
-                yield [Cell(name, 1 if plain else factor, length, n) for n in range(DOCUMENTS)]
+                yield [
+                    Cell(method=name, factor=1 if plain else factor, length=length, document=n)
+                    for n in range(DOCUMENTS)
+                ]
 
     def _measure(self, cells: Sequence[Cell], keep: Any) -> bool:
         """Measure cells of one method and length; return whether there was time for all."""

@@ -118,7 +118,9 @@ def subjects_of(args: argparse.Namespace) -> dict[str, Subject]:
     if TEXT in args.tasks:
         found[TEXT] = Text(args.length, args.batch, args.rows, steps=args.steps)
     if names := tuple(name for name in TASKS if name in args.tasks):
-        found[LENGTHS] = Tasks(names, args.problems, args.rows, args.problem_steps)
+        found[LENGTHS] = Tasks(
+            names=names, batch=args.problems, rows=args.rows, steps=args.problem_steps
+        )
     return found
 
 
@@ -169,7 +171,12 @@ def main(given: list[str] | None = None) -> int:
             return training.run(subjects[cell.subject], cell.name, cell.seed, found, tell)
 
         ranks.wait()  # all processes divide the same rest
-        failed = work(ranks, log, [Cell.rates(s, name) for s in subjects for name in names], choose)
+        failed = work(
+            ranks,
+            log,
+            cells=[Cell.rates(s, name) for s in subjects for name in names],
+            function=choose,
+        )
         ranks.wait()
         done = log.read()
         cells = [
@@ -179,7 +186,7 @@ def main(given: list[str] | None = None) -> int:
             for name in names
             if Cell.rates(subject, name) in done
         ]
-        failed += work(ranks, log, cells, train)
+        failed += work(ranks, log, cells, function=train)
         ranks.wait()
         if ranks.rank == 0:
             write_page(log)

@@ -64,11 +64,11 @@ def contents(
     sections.append(_published(results))
     page = render(
         "One small decoder, one position encoding at a time",
-        _lead(results),
-        _notes(results),
-        sections,
-        json.dumps({"settings": dict(settings), "versions": versions()}, indent=1),
-        [_essentials(settings)],
+        sentences=_lead(results),
+        notes=_notes(results),
+        sections=sections,
+        settings=json.dumps({"settings": dict(settings), "versions": versions()}, indent=1),
+        essentials=[_essentials(settings)],
     )
     numbers = {
         "settings": dict(settings),
@@ -219,22 +219,23 @@ def _loss(results: Results) -> Section:
     y = "loss, nats per byte"
     pictures = [
         picture_of(
-            panels(_swapped(by), "context, bytes", y, width, lengths), "loss by length, by kind"
+            panels(_swapped(by), x="context, bytes", y=y, trained=width, ticks=lengths),
+            "loss by length, by kind",
         ),
         picture_of(
-            panels(places, "position in the longest rows, bytes", y, width),
+            panels(places, x="position in the longest rows, bytes", y=y, trained=width),
             "loss by position, by kind",
         ),
     ]
     return Section(
-        "Text: loss at and beyond the trained length",
-        (
+        name="Text: loss at and beyond the trained length",
+        sentences=(
             f"Loss of the last {s['length'] // 2} bytes of the same {s['rows']} rows of held-out "
             f"text, with an increasing context before them. The second picture shows the loss of "
             f"every segment of the longest rows. Lines end where they leave the panel.",
         ),
-        [_table(by, AT, "bytes")],
-        pictures,
+        tables=[_table(by, AT, "bytes")],
+        pictures=pictures,
     )
 
 
@@ -252,13 +253,18 @@ def _retrieval(results: Results) -> Section:
             f"trained length): {', '.join(none)}. Ignore their numbers beyond it."
         )
     figure = panels(
-        _swapped(by, 100), "context, bytes", "words found, %", lengths[0], lengths, _SHARES
+        _swapped(by, 100),
+        x="context, bytes",
+        y="words found, %",
+        trained=lengths[0],
+        ticks=lengths,
+        limits=_SHARES,
     )
     return Section(
-        "Text: retrieval",
-        tuple(sentences),
-        [_table(by, FOUND, "bytes")],
-        [picture_of(figure, "words found by length, by kind")],
+        name="Text: retrieval",
+        sentences=tuple(sentences),
+        tables=[_table(by, FOUND, "bytes")],
+        pictures=[picture_of(figure, "words found by length, by kind")],
     )
 
 
@@ -274,7 +280,7 @@ def _tasks(results: Results) -> Section:
     ):
         by = {task: results.exact(task, sizes) for task in tasks}
         by |= {"all": results.all_tasks(sizes)} if len(tasks) > 1 else {}
-        tables.append(_table(by, LONGER, "", title))
+        tables.append(_table(by, measure=LONGER, unit="", title=title))
     sentences = [
         f"One model for all tasks, trained on up to {MOST} items. A problem is solved if every "
         f"token of its answer is the most likely one. The picture shows the mean over tasks, the "
@@ -289,12 +295,12 @@ def _tasks(results: Results) -> Section:
                 f"size; ignore the numbers of all others beyond it."
             )
     by_items = {n: results.all_tasks([n]) for n in items}
-    figure = panels(_swapped(by_items, 100), "items", "solved, %", MOST, limits=_SHARES)
+    figure = panels(_swapped(by_items, 100), x="items", y="solved, %", trained=MOST, limits=_SHARES)
     return Section(
-        "Length generalization",
-        tuple(sentences),
-        tables,
-        [picture_of(figure, "problems solved by items, by kind")],
+        name="Length generalization",
+        sentences=tuple(sentences),
+        tables=tables,
+        pictures=[picture_of(figure, "problems solved by items, by kind")],
     )
 
 
@@ -367,15 +373,15 @@ def _training(results: Results) -> Section:
     ]
     tables = [Table("", ("encoding", "steps to the loss of RoPE at half-time"), tuple(rows))]
     return Section(
-        "Training: how fast",
-        (
+        name="Training: how fast",
+        sentences=(
             "Loss on all scored tokens, mean over seeds; for text, including answers. How fast an "
             "encoding learns: the steps until its training loss on text is that of RoPE of the "
             "same seed after half of the steps, interpolated between means of a twentieth of "
             "them. None: some seed never gets there.",
         ),
-        tables if rows else [],
-        pictures,
+        tables=tables if rows else [],
+        pictures=pictures,
     )
 
 
@@ -392,7 +398,9 @@ def _published(results: Results) -> Section:
             for name, mean in ours.items()
         )
         header = ("encoding", "published", f"here: {_title(results, published.measure)}")
-        tables.append(Table(published.source, header, rows, tuple(sentences)))
+        tables.append(
+            Table(title=published.source, header=header, rows=rows, sentences=tuple(sentences))
+        )
     sentences = [
         "Published results with other models and data, compared with the same encodings here. "
         "Where the two disagree, model size, data and training length differ, too."
@@ -409,7 +417,12 @@ def _table(
     names = dict.fromkeys(name for table in by.values() for name in table)
     rows = [Row((Cell(n), *(compared(measure, by[k], n) for k in by))) for n in names]
     header = ("encoding", *(f"{k} {unit}".strip() for k in by))
-    return Table(title, header, tuple(rows), ("Bold: the 95 % interval excludes zero.",))
+    return Table(
+        title=title,
+        header=header,
+        rows=tuple(rows),
+        sentences=("Bold: the 95 % interval excludes zero.",),
+    )
 
 
 def compared(measure: str, by: Mapping[str, BySeed], name: str) -> Cell:

@@ -71,7 +71,7 @@ def choose(loss: Callable[[Rates], float], own: bool, normal: bool = False) -> C
     best = Rates()
     lists = {"encoding": ENCODING * own, "initial": INITIAL * normal, "model": MODEL}
     for which, values in lists.items():
-        best = _lowest(values, best, which, measure)
+        best = _lowest(values, start=best, which=which, measure=measure)
     return Choice(best, tuple(tried.items()))
 
 

@@ -107,11 +107,18 @@ class Text:
         for times in TIMES:
             length = self.length * times
             rngs = [np.random.default_rng((_HELD_OUT, times, row)) for row in range(self.rows)]
-            asked = np.stack([retrieval(rng, self.held_out, length, 1)[0] for rng in rngs])
+            asked = np.stack(
+                [
+                    retrieval(rng, stream=self.held_out, length=length, questions=1)[0]
+                    for rng in rngs
+                ]
+            )
             try:
                 with read_with(model, make, times):
-                    losses, _ = _forward(model, rows[:, -length:], self.length, device)
-                    _, right = _forward(model, asked, self.length, device)
+                    losses, _ = _forward(
+                        model, rows=rows[:, -length:], trained=self.length, device=device
+                    )
+                    _, right = _forward(model, rows=asked, trained=self.length, device=device)
             except (ValueError, IndexError) as error:
                 found["refused"][length] = str(error).splitlines()[0]
                 continue

@@ -54,7 +54,7 @@ class Training:
         self, subject: Subject, name: str, seed: int, rates: Rates, tell: Callable[[str], None]
     ) -> dict[str, Any]:
         """Train and evaluate one model; arguments and errors are those of :meth:`train`."""
-        model, record = self.train(subject, name, seed, rates, tell)
+        model, record = self.train(subject, name, seed, rates=rates, tell=tell)
         clock = _clock(self.device)
         began = clock()
         found = {}
@@ -73,7 +73,7 @@ class Training:
         """
 
         def loss(rates: Rates) -> float:
-            model, _ = self.train(subject, name, SEED, rates, lambda text: None)
+            model, _ = self.train(subject, name, seed=SEED, rates=rates, tell=lambda text: None)
             with torch.no_grad():
                 found = weighted_loss(model(input_ids=ids).logits, ids, weights).item()
             tell(f"{rates}, loss {found:.3f}")
@@ -107,7 +107,9 @@ class Training:
         with torch.no_grad():
             for p in own:
                 p.mul_(rates.initial)
-        optimizer = MuonAdamW(model, self.learning_rate, rates.model, rates.encoding)
+        optimizer = MuonAdamW(
+            model=model, lr=self.learning_rate, model_rate=rates.model, encoding_rate=rates.encoding
+        )
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step, steps))
         clock = _clock(self.device)
         curve = []

@@ -102,7 +102,7 @@ class ProseRows(Rows):
     def __init__(
         self, tokenizer: PreTrainedTokenizerFast, texts: Sequence[str], rows: int, seed: int
     ) -> None:
-        super().__init__(tokenizer, texts, rows, seed)
+        super().__init__(tokenizer, texts, rows, seed=seed)
         words = common(r"\b[a-z]{3,9}\b", texts, 3000)
         self.stop = self.encode(".")[0]
         self.words = [word for word in words if word != "pass"]  # nor the evaluators' "pass key"
@@ -153,7 +153,7 @@ class ProseRows(Rows):
             ids += [*self.excerpt(rng, rng.randrange(LENGTH // 4)), *self.encode("\n")]
         weights = [0.0] * len(ids)
         while len(ids) < LENGTH:
-            self.ask(question, rng.choice(list(facts.items())), ids, weights)
+            self.ask(question, fact=rng.choice(list(facts.items())), ids=ids, weights=weights)
         return ids, weights
 
     def facts(self, rng: random.Random) -> Row:
@@ -171,7 +171,9 @@ class ProseRows(Rows):
         asked = []
         weights = []
         for fact in rng.sample(list(facts.items()), len(facts)):
-            self.ask(self.either(rng, QUESTIONS, self.question), fact, asked, weights)
+            self.ask(
+                self.either(rng, QUESTIONS, self.question), fact=fact, ids=asked, weights=weights
+            )
         end = LENGTH if rng.random() < 0.5 else rng.randint(LENGTH // 2, LENGTH)
         room = max(0, end - len(heading) - sum(map(len, stated)) - len(asked))
         hay = self.excerpt(rng, room) if rng.random() < 0.5 else self.sentences(rng, room)
@@ -308,5 +310,10 @@ def _orthogonal(rows: int, columns: int) -> torch.Tensor:
 
 
 CHECKPOINT = Checkpoint(
-    django_docs, byte_tokenizer, ProseRows, fresh_model, steps=1800, ships_held_out=True
+    texts=django_docs,
+    tokenizer=byte_tokenizer,
+    rows=ProseRows,
+    model=fresh_model,
+    steps=1800,
+    ships_held_out=True,
 )

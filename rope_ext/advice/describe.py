@@ -351,7 +351,9 @@ def diagnose(model: nn.Module | PreTrainedConfig | str | Path, length: int) -> D
     described = describe(model)
     method = None if patch is None else call_text(patch.method)
     sites = find_sites(decoder) if patch is None else patch.sites
-    shown = tuple(_diagnosed(text_config(decoder), site, patch, length) for site in sites)
+    shown = tuple(
+        _diagnosed(text_config(decoder), site=site, patch=patch, length=length) for site in sites
+    )
     return Diagnosis(
         model=described.model,
         method=method,

@@ -153,7 +153,7 @@ def recommend(
     require_length("target_length", target_length)
     model, notes = _without_patch(model_or_config, target_length)
     found = calibration_for(model_or_config, calibration)
-    case = _case(model, target_length, finetune, engine)
+    case = _case(model, target=target_length, finetune=finetune, engine=engine)
     decoder = text_decoder(model)
     if rotates_windows_only(decoder, find_sites(decoder)):
         raise UnsupportedModelError(f"{type(decoder).__name__}: {WINDOWS_ONLY}")

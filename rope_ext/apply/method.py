@@ -118,14 +118,16 @@ def scale_softmax(
 def scale_layers(modules: list[nn.Module], number: float, changes: Changes) -> None:
     """Multiply the softmax scale of attention layers."""
     for module in modules:
-        set_attribute(module, "scaling", cast("float", module.scaling) * number, changes)
+        set_attribute(
+            module, name="scaling", value=cast("float", module.scaling) * number, changes=changes
+        )
 
 
 def target(
     place: PatchTarget, site: RotarySite, method: FrequencyMethod, options: Options
 ) -> tuple[torch.Tensor, float]:
     """Return float64 frequencies and scaling after the patch; raises if it would extend nothing."""
-    refuse_scaled(place.decoder, site, method, options.compose)
+    refuse_scaled(place.decoder, site, method, compose=options.compose)
     method.check(site.rope.length)
     inv_freq, scaling = site.under(method)
     if not method.extends(site.rope):
@@ -148,9 +150,9 @@ def apply_frequency(
     keep = options.sliding_layers == "keep" and any(site.shared for site in scaled)
     uneven = keep or method.start_tokens or options.bias or options.layers
     if uneven or (temperature is not None and not tempered):
-        return apply_position(place, method, options, changes)
+        return apply_position(place, given=method, options=options, changes=changes)
     length = max(site.target_length(method) for site in scaled)
-    targets = {site: target(place, site, method, options) for site in scaled}
+    targets = {site: target(place, site, method, options=options) for site in scaled}
     hooks.refuse_unused(place.decoder, scaled)
     idle = rotates_windows_only(place.decoder, place.sites)  # its configuration is still unpatched
     growing = getattr(method, "mode", None) == "growing"
@@ -175,7 +177,7 @@ def apply_frequency(
     else:
         if method.is_dynamic:
             sequences = Sequences(place, method, changes)
-        _write_all(targets, saved, precise, sequences, changes)
+        _write_all(targets, saved, precise, sequences=sequences, changes=changes)
     notes = _notes(place, precise, per_sequence=sequences is not None and saved.native)
     if idle:
         notes.append(f"sliding layers: {WINDOWS_ONLY}")
@@ -374,7 +376,7 @@ def apply_position(
     methods = (said.method,) if under is None else (under, said.method)
     for each in methods:
         require_scaling(place, each)
-    table = {site: _write(place, site, methods, options) for site in place.scaled}
+    table = {site: _write(place, site, methods, options=options) for site in place.scaled}
     if said.method.by_pair and any(site.rope.dim != rope.dim for site in place.scaled):
         raise UnsupportedModelError(
             f"{said.method.name} needs one number of pairs in all patched layers, and those of "
@@ -393,7 +395,7 @@ def apply_position(
         precise=precise,
         kernel=options.kernel,
         include_sliding=options.sliding_layers == "scale",
-        encoding=_encoding(place, method, rope, options),
+        encoding=_encoding(place, method, rope, options=options),
         layers=options.layers,
         named=named,
         instead=instead,
@@ -416,7 +418,7 @@ def apply_position(
             f"inputs with images or videos will be refused; for these, {instead}"
         )
         _logger.warning("rope_ext: %s", notes[-1])
-    notes += scale_softmax(place.scaled, methods, changes, installed.mapped)
+    notes += scale_softmax(place.scaled, methods=methods, changes=changes, only=installed.mapped)
     temperature = method.tempered(rope)
     if temperature is not None:
         notes.append(f"temperature: {temperature!r}, in those attention layers")
@@ -454,7 +456,7 @@ def _write(
     """Write a site's frequencies (float64, ``[pairs]``) and scaling under ``methods``."""
     inv_freq = site.loaded.double()
     if options.frequency is not None:
-        inv_freq, _ = target(place, site, options.frequency, options)
+        inv_freq, _ = target(place, site, method=options.frequency, options=options)
     elif site.moving:
         raise AlreadyScaledError(
             f"{methods[-1].name} cannot go on top of rope_type {site.rope_type!r}, which changes "
@@ -504,7 +506,7 @@ def raise_factor(
         )
     if kind == "dynamic":  # transformers changes these frequencies in every forward
         for site in scaled:
-            set_attribute(site.module, "rope_type", "default", changes)
+            set_attribute(site.module, name="rope_type", value="default", changes=changes)
     scales: dict[nn.Module, float] | None = {}
     if any(site.settings.parameters.get("mscale_all_dim") for site in scaled):
         scales = softmax_scales(place.decoder, factor=float(method.factor))
@@ -514,7 +516,7 @@ def raise_factor(
             f"of the raised factor; pass compose=True instead"
         )
     for module, scale in scales.items():
-        set_attribute(module, "scaling", scale, changes)
+        set_attribute(module, name="scaling", value=scale, changes=changes)
     notes = []
     if scales:
         notes.append(f"softmax scale: that of the raised factor in {len(scales)} layers")

@@ -171,11 +171,16 @@ class Sequences(context.Tracker):
         self.track(decoder, changes)
         if place.is_encoder:
             return
-        wrap(place.model, "generate", self.generate, changes)
+        wrap(place.model, name="generate", function=self.generate, changes=changes)
         refuse = functools.partial(context.refuse_batching, self.unbatched)
         context.watch_generation(place.model, refuse, changes)  # around self.generate
-        wrap(place.model, "prepare_inputs_for_generation", self.prepare, changes)
-        wrap(place.model, "_prepare_cache_for_generation", self.plan, changes)
+        wrap(
+            place.model,
+            name="prepare_inputs_for_generation",
+            function=self.prepare,
+            changes=changes,
+        )
+        wrap(place.model, name="_prepare_cache_for_generation", function=self.plan, changes=changes)
 
     @property
     def patch(self) -> Any:
@@ -202,12 +207,14 @@ class Sequences(context.Tracker):
         # its sequences reuse them, including graphs.
         made = forward.started.made
         if key not in made:
-            made[key] = self._table(site, forward.started.lengths[:, None], t.device, dtype)
+            made[key] = self._table(
+                site, lengths=forward.started.lengths[:, None], device=t.device, dtype=dtype
+            )
         packed = forward.packed
         if packed is None or packed.lengths.shape[1] != t.shape[-1]:
             return made[key]
         if key not in packed.made:
-            packed.made[key] = self._table(site, packed.lengths, t.device, dtype)
+            packed.made[key] = self._table(site, packed.lengths, t.device, dtype=dtype)
         return packed.made[key]
 
     def _table(
@@ -261,7 +268,12 @@ class Sequences(context.Tracker):
     def start(self, given: dict[str, Any]) -> None:
         name = self.method.name
         context.refuse_sharded(name, "use a fixed frequency method such as 'yarn'")
-        context.refuse_presses(self.layers, name, "pass length=TOKENS, or use another press", True)
+        context.refuse_presses(
+            self.layers,
+            method=name,
+            instead="pass length=TOKENS, or use another press",
+            rerotating=True,
+        )
         if context.is_exporting():
             raise UnsupportedModelError(
                 f"{name} follows every sequence, which an exported graph cannot do; {self.cure}"

@@ -274,7 +274,7 @@ def find_sites(decoder: nn.Module, length: int | None = None) -> list[RotarySite
                 continue
             prefix = buffer.removesuffix("inv_freq").rstrip("_")
             try:
-                sites.append(_site(decoder, name, module, prefix or None, length))
+                sites.append(_site(decoder, name, module, layer_type=prefix or None, length=length))
             except UnsupportedModelError as error:
                 parts = [f"model.{part}" for part in _parts_that_rotate(decoder)]
                 if not parts:
@@ -381,13 +381,13 @@ def _site(
         )
     rope_type = rope_type[layer_type] if isinstance(rope_type, dict) else str(rope_type)
     buffer = module.get_buffer(f"{prefix}inv_freq").detach()
-    loaded = _loaded(decoder, module, f"{prefix}inv_freq", rope_type in _MOVING)
+    loaded = _loaded(decoder, module, name=f"{prefix}inv_freq", moving=rope_type in _MOVING)
     if not len(loaded):
         raise NoRopeError(
             f"{type(decoder).__name__}: its rotary module {name} rotates no columns; correct "
             f"partial_rotary_factor or the size of a head in its configuration"
         )
-    columns = prove(decoder, module, layer_type, len(loaded))
+    columns = prove(decoder, module, layer_type, pairs=len(loaded))
     given = length is not None
     length = trained_length(config) if length is None else length
     patch = getattr(config, "patch_length", None)

@@ -79,7 +79,7 @@ def loader(model: str, config: Any, cls: Any = AutoModelForCausalLM) -> Callable
 
 
 def _from_folder(path: str, **kwargs: Any) -> Any:
-    return from_folder(path, None, False, False, kwargs)
+    return from_folder(path, base=None, is_trainable=False, wrapped=False, kwargs=kwargs)
 
 
 def load_model(
@@ -104,7 +104,7 @@ def load_model(
     options = {} if attn is None else {"attn_implementation": attn}
     config = load_config(model)
     if adapter is not None:  # before weights are loaded
-        with hub.loading("adapter", adapter, MeasureError, _ADAPTER):
+        with hub.loading("adapter", path=adapter, kind=MeasureError, advice=_ADAPTER):
             from peft import PeftConfig, PeftModel
 
             PeftConfig.from_pretrained(adapter)
@@ -113,7 +113,7 @@ def load_model(
     if saved_under(config) is not None and not as_saved:
         unpatch(loaded)
     if adapter is not None:
-        with hub.loading("adapter", adapter, MeasureError, _ADAPTER):
+        with hub.loading("adapter", path=adapter, kind=MeasureError, advice=_ADAPTER):
             loaded = PeftModel.from_pretrained(loaded, adapter)
     return loaded.to(device).eval()
 
@@ -122,7 +122,7 @@ def load_embedder(
     model: str, dtype: str = "auto", device: str = "auto", attn: str | None = None
 ) -> Any:
     """Load the model without a head that ``AutoModel`` builds, otherwise as :func:`load_model`."""
-    return load_model(model, dtype, device, attn, cls=AutoModel).base_model
+    return load_model(model, dtype, device, attn=attn, cls=AutoModel).base_model
 
 
 def load_learned(model: Any, adapter: str) -> None:
@@ -131,7 +131,7 @@ def load_learned(model: Any, adapter: str) -> None:
     PEFT skips them if the adapter is loaded before the model is patched. Parameters that are
     missing in the adapter, or have another shape, are unchanged.
     """
-    with hub.loading("adapter", adapter, MeasureError, _ADAPTER):
+    with hub.loading("adapter", path=adapter, kind=MeasureError, advice=_ADAPTER):
         copy_learned(model, tensors_of_adapter(adapter, {}))
 
 

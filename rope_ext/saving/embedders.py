@@ -30,7 +30,12 @@ def load_unpatched(path: str, config: PreTrainedConfig, kwargs: Mapping[str, Any
     ``config`` replaces that of the transformers model in it; ``kwargs`` are arguments of
     transformers' ``from_pretrained``.
     """
-    package = optional("sentence_transformers", f"{path} needs", "sentence-transformers", LoadError)
+    package = optional(
+        "sentence_transformers",
+        needs=f"{path} needs",
+        extra="sentence-transformers",
+        kind=LoadError,
+    )
     if not os.path.isdir(path):
         raise LoadError(
             f"{path} was saved by sentence-transformers under a patch, and is read from a folder "

@@ -74,10 +74,14 @@ def read_saved(given: Given) -> Saved:
         model = patch_without_weights(built_on_meta(built), record.method, record.arguments)
         if sidecar is None:
             refuse_other_fields(config, model, name)
-        return Saved(model, config, name, "adapter" if sidecar else "record")
+        return Saved(
+            model=model, config=config, name=name, source="adapter" if sidecar else "record"
+        )
     model = built_on_meta(config)
     extended = _from_parameters(config, find_sites(text_decoder(model)))
-    return Saved(extended or model, config, name, extended and "rope_parameters")
+    return Saved(
+        model=extended or model, config=config, name=name, source=extended and "rope_parameters"
+    )
 
 
 def built_on_meta(config: PreTrainedConfig) -> nn.Module:

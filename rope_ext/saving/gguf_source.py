@@ -180,7 +180,9 @@ def _scaling(path: str, changed: int) -> FileScaling | None:
         method = LongRoPE(factor=longer, long_factor=tables[LONG], short_factor=short, **more)
     elif TABLE in tables:
         base = keys.get(f"{prefix}rope.freq_base", 10000.0)
-        method, length = _of_table(tables[TABLE], base, context, length, multiplier or 1.0)
+        method, length = _of_table(
+            tables[TABLE], base=base, context=context, length=length, multiplier=multiplier or 1.0
+        )
     shown = [f"{k} {v:.6g}" if isinstance(v, float) else f"{k} {v}" for k, v in own.items()]
     return FileScaling(", ".join([*shown, *tables]), length or context, method)
 
@@ -223,7 +225,7 @@ def read(path: str | Path) -> tuple[Any, dict[str, Any], dict[str, list[float]]]
 
     Returns the library's reader, the keys besides those of the tokenizer, and frequency tables.
     """
-    gguf = optional("gguf", "GGUF files need", "gguf", LoadError)
+    gguf = optional("gguf", needs="GGUF files need", extra="gguf", kind=LoadError)
     try:
         require_sound(path)
         reader = gguf.GGUFReader(path)

@@ -101,7 +101,7 @@ def from_pretrained(
             fit, or peft is not installed.
         LoadError, RecordError: the model or its patch cannot be read.
     """
-    return from_folder(path, base, is_trainable, True, kwargs)
+    return from_folder(path, base, is_trainable, wrapped=True, kwargs=kwargs)
 
 
 def from_folder(
@@ -120,8 +120,8 @@ def from_folder(
     if kwargs.get("gguf_file") is None:
         adapter = hub.find(path, "adapter_config.json", connection_errors=False, **where)
     if adapter is not None:
-        optional("peft", "an adapter needs", "peft", AdapterError)
-        model = _base_of(path, adapter, base, kwargs)
+        optional("peft", needs="an adapter needs", extra="peft", kind=AdapterError)
+        model = _base_of(path, adapter, base, kwargs=kwargs)
         return load_adapter(model, path, is_trainable=is_trainable, **where)
     if base is not None or is_trainable:
         raise AdapterError(f"{path} does not contain an adapter; leave base= and is_trainable= out")
@@ -129,7 +129,7 @@ def from_folder(
     if record is not None:
         model = loaded[0] if isinstance(loaded, tuple) else loaded  # with loading info
         stored = _stored(path, kwargs.get("variant"), where)
-        _patch(model, record, path, [stored], "save the complete model again")
+        _patch(model, record, path, stores=[stored], cure="save the complete model again")
         state = not_none(current_patch(model))
         if not record.same(state.record):
             raise RecordError(
@@ -174,7 +174,7 @@ def _base_of(
             own = _stored(folder, kwargs.get("variant"), hub.of_hub(kwargs))
             stores.append(own)  # disable_adapter() gives the base's own
         cure = "nor does its base; pass base= as it was in training, or train it by modules_to_save"
-        _patch(model, sidecar.record, path, stores, cure)
+        _patch(model, sidecar.record, path, stores=stores, cure=cure)
     return model
 
 
@@ -507,7 +507,7 @@ def read_sidecar(directory: str, **kwargs: Any) -> Sidecar | None:
     if path is None:
         return None
     again = "write it again from the patched model with rope_ext.save_sidecar"
-    with hub.loading("record", path, RecordError, again):
+    with hub.loading("record", path=path, kind=RecordError, advice=again):
         data = _read_json(path)
         record = Record.from_json(data, path)
         parts = (data["before"], data["after"])
@@ -531,7 +531,7 @@ def require_sidecar(directory: str, kwargs: Mapping[str, Any]) -> Sidecar:
 
 def read_adapter(path: str) -> dict[str, Any]:
     """Read ``adapter_config.json``, and the class of the base, which PEFT sets without a task."""
-    with hub.loading("configuration", path, AdapterError, _SAVE_AGAIN):
+    with hub.loading("configuration", path=path, kind=AdapterError, advice=_SAVE_AGAIN):
         saved = _read_json(path)
         saved |= saved.get("auto_mapping") or {}
         names = ("base_model_name_or_path", "revision", "base_model_class", "task_type")
@@ -555,7 +555,7 @@ def load_adapter(model: nn.Module, directory: str | PathLike[str], **kwargs: Any
     LoadError or RecordError if the adapter or its ``rope_ext.json`` cannot be read. The model is
     left unchanged then.
     """
-    peft = optional("peft", "an adapter needs", "peft", AdapterError)
+    peft = optional("peft", needs="an adapter needs", extra="peft", kind=AdapterError)
     directory = hub.require_place(directory)
     sidecar = require_sidecar(directory, kwargs)
     if isinstance(model, peft.PeftModel):
@@ -569,7 +569,10 @@ def load_adapter(model: nn.Module, directory: str | PathLike[str], **kwargs: Any
             f"the adapter in {directory} was trained under {sidecar.record.call()}, and this model "
             f"{fault}; call {call} on its base model, or rope_ext.from_pretrained({directory!r})"
         )
-    with hub.loading("adapter", directory, AdapterError, _SAVE_AGAIN), _untouched_on_error(model):
+    with (
+        hub.loading("adapter", path=directory, kind=AdapterError, advice=_SAVE_AGAIN),
+        _untouched_on_error(model),
+    ):
         file = hub.find(str(directory), "adapter_config.json", **hub.of_hub(kwargs))
         if file is not None:
             read_adapter(file)  # checks sizes, which PEFT builds before it reads the weights

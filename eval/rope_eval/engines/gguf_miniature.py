@@ -50,7 +50,9 @@ def write_model(model: nn.Module, path: str | Path) -> None:
     arch = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == family.name)
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     for name, tensor in model.state_dict().items():
-        for part, piece in _parts(name, tensor.detach().float().cpu(), config, family):
+        for part, piece in _parts(
+            name, values=tensor.detach().float().cpu(), config=config, family=family
+        ):
             if part == "lm_head.weight" and config.tie_word_embeddings:
                 continue
             written = names.get_name(part, (".weight", ".bias"))

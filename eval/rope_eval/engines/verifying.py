@@ -196,12 +196,18 @@ class Miniature:
             note_target(model, target)
         state = not_none(current_patch(model))
         if state.method.name in PLUGIN_METHODS:
-            return cls(model, plain, state, None, as_saved)
+            return cls(model=model, plain=plain, state=state, scaling=None, as_saved=as_saved)
         try:
             refuse_unproven(state)
         except Refusal as refusal:
             raise ExportError(f"nothing to verify: {refusal}") from None
-        return cls(model, plain, state, Scaling.from_patch(state), as_saved)
+        return cls(
+            model=model,
+            plain=plain,
+            state=state,
+            scaling=Scaling.from_patch(state),
+            as_saved=as_saved,
+        )
 
     def under(self, dtype: torch.dtype = torch.float32, /, **changes: Any) -> Any:
         """Return a copy of the patched model with other method options."""
@@ -464,14 +470,19 @@ def in_process(miniature: Miniature, engine: str, folder: Path, flags: str | Non
 def endpoint(address: str, model: str | None = None) -> Run:
     """Query an OpenAI-compatible server that serves a written miniature."""
     return lambda prompts: torch.stack(
-        [completed(address, prompt, _VOCABULARY, _TOP, model) for prompt in prompts]
+        [
+            completed(address, prompt, vocabulary=_VOCABULARY, top=_TOP, model=model)
+            for prompt in prompts
+        ]
     )
 
 
 @contextmanager
 def serving(words: Sequence[str]) -> Iterator[str]:
     """Run llama.cpp's server in a child process inside a ``with`` block; yields its address."""
-    package = optional("xllamacpp", "llama.cpp needs", "rope-ext[engines]", ExportError)
+    package = optional(
+        "xllamacpp", needs="llama.cpp needs", extra="rope-ext[engines]", kind=ExportError
+    )
     script = Path(llama_server.__file__).read_text(encoding="utf-8")
     found_in = Path(package.__file__).parents[1]  # may be on PYTHONPATH only
     command = isolated(script, *words, *_EXACT, folder=str(found_in))
@@ -548,8 +559,8 @@ def mlx(folder: str | Path, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
     Each prompt begins the last one.
     """
     needed = 'mlx-lm", and without an Apple GPU also "mlx[cpu]'
-    mx = optional("mlx.core", "this engine needs", needed, ExportError)
-    mlx_lm = optional("mlx_lm.utils", "this engine needs", needed, ExportError)
+    mx = optional("mlx.core", needs="this engine needs", extra=needed, kind=ExportError)
+    mlx_lm = optional("mlx_lm.utils", needs="this engine needs", extra=needed, kind=ExportError)
     try:
         model, _ = mlx_lm.load_model(Path(folder))
         logits = model(mx.array([prompts[-1]]))[0, mx.array([len(p) - 1 for p in prompts])]

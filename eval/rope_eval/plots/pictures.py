@@ -44,7 +44,14 @@ def spectrum(axes: Any, rope: Rope, methods: Lines, length: int) -> None:
         values = method.frequencies(rope, length)
         rest = int((values == 0).sum())
         values = values.where(values > 0, math.nan)
-        _line(axes, methods, label, range(len(values)), values, f", {rest} at rest" * (rest > 0))
+        _line(
+            axes,
+            lines=methods,
+            label=label,
+            x=range(len(values)),
+            y=values,
+            more=f", {rest} at rest" * (rest > 0),
+        )
     turn = 2 * math.pi / rope.length
     axes.axhline(turn, **_THIN)
     axes.annotate(f"one rotation in the trained {rope.length} tokens", (0, turn), (2, -3),
@@ -58,7 +65,13 @@ def angles(axes: Any, rope: Rope, methods: Lines, length: int) -> None:
     """Plot the largest angle of each pair at ``length`` tokens, over those seen in training."""
     for label, method in methods.items():
         values = method.span(rope, length) * method.frequencies(rope, length)
-        _line(axes, methods, label, range(len(values)), values.where(values > 0, math.nan))
+        _line(
+            axes,
+            lines=methods,
+            label=label,
+            x=range(len(values)),
+            y=values.where(values > 0, math.nan),
+        )
     bottom, top = axes.dataLim.intervaly
     bottom, top = bottom / 3, 2 * top
     trained = rope.length * rope.inv_freq
@@ -73,12 +86,12 @@ def decay(axes: Any, rope: Rope, methods: Lines, length: int) -> None:
     distance, bins, places = _nearby(length)
     for label, method in methods.items():
         if rotates(rope, method):
-            values = decay_at(rope, method, length, distance)
+            values = decay_at(rope, method, length, distance=distance)
             parts = values.split(bins)
             means = torch.stack([part.mean() for part in parts])
-            colour = _line(axes, methods, label, places, means, _gap(values))
-            _shade(axes, places, parts, colour)
-    _by_distance(axes, rope, length, "tokens (shaded: lowest to highest nearby)")
+            colour = _line(axes, lines=methods, label=label, x=places, y=means, more=_gap(values))
+            _shade(axes, places, parts, colour=colour)
+    _by_distance(axes, rope, length, label="tokens (shaded: lowest to highest nearby)")
     axes.set_ylabel("g(x) = 2 \u03a3 cos(x \u03b8), mean nearby")
 
 
@@ -87,15 +100,22 @@ def biases(axes: Any, rope: Rope, methods: Lines, length: int, heads: int) -> No
     distance, bins, places = _nearby(length)
     for label, method in methods.items():
         if isinstance(method, Encoding) and not rotates(rope, method):
-            parts = bias_at(rope, method, heads, length, distance).split(bins, 1)
+            parts = bias_at(
+                rope, encoding=method, heads=heads, length=length, distance=distance
+            ).split(bins, 1)
             middle = torch.stack([part.mean(1).median() for part in parts])
             more = ", untrained" * bool(method.initial(Heads(heads, rope.dim, rope.dim)))
-            _shade(axes, places, parts, _line(axes, methods, label, places, middle, more))
+            _shade(
+                axes,
+                places,
+                parts,
+                colour=_line(axes, lines=methods, label=label, x=places, y=middle, more=more),
+            )
     axes.axhline(-math.log(1000), linestyle=":", **_THIN)
     axes.annotate("1/1000 of the weight", (0.01, -math.log(1000)), (0, -2),
                   xycoords=axes.get_yaxis_transform(), textcoords="offset points", va="top",
                   fontsize=8, color="#555555")  # fmt: skip
-    _by_distance(axes, rope, length, "tokens (line: median head; shaded: all heads)")
+    _by_distance(axes, rope, length, label="tokens (line: median head; shaded: all heads)")
     bottom, top = axes.dataLim.intervaly
     axes.set_yscale("symlog", linthresh=1)
     axes.set(ylim=(max(1.3 * bottom, _LEAST), max(1.3 * top, 0.3)))
@@ -110,8 +130,10 @@ def distances(axes: Any, rope: Rope, methods: Lines, length: int) -> None:
     for number, (label, method) in enumerate(methods.items()):
         used = _by_pair(method.distances(rope, length, distance))
         several = ", of all pairs (shaded)" if used.shape[1] > 1 else ""
-        colour = _line(axes, methods, label, distance, used.amax(1), several + _gap(used))
-        _shade(axes, distance.tolist(), list(used), colour)
+        colour = _line(
+            axes, lines=methods, label=label, x=distance, y=used.amax(1), more=several + _gap(used)
+        )
+        _shade(axes, places=distance.tolist(), parts=list(used), colour=colour)
         if number:
             highest = max(highest, float(used.nan_to_num(nan=0).max()))
     axes.axhspan(0, rope.length, label=f"seen in training ({rope.length} tokens)", **_MET)
@@ -280,7 +302,7 @@ def draw(
     factors = sorted({float(method.factor) for method in shown})
     for method in shown:
         if isinstance(method, FrequencyMethod):
-            refuse_scaled(decoder, site, method, compose)
+            refuse_scaled(decoder, site, method, compose=compose)
         full = method.resolved(rope)
         texts = option_texts(full)
         texts = [one for one in texts if len(factors) > 1 or not one.startswith("factor=")]
@@ -293,7 +315,13 @@ def draw(
     axes, *beside = figure.subplots(1, 1 + adding, squeeze=False)[0]
     panel(axes, rope, lines, length)
     for other in beside:
-        biases(other, rope, lines, length, text_config(decoder).num_attention_heads)
+        biases(
+            other,
+            rope=rope,
+            methods=lines,
+            length=length,
+            heads=text_config(decoder).num_attention_heads,
+        )
         style.bare(other)
         other.set_title("biases of encodings", **style.TITLE)
     style.bare(axes)

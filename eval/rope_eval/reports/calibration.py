@@ -189,7 +189,7 @@ class Calibration:
         style.require_matplotlib()
         target = Path(path) if isinstance(path, (str, os.PathLike)) else path
         with writing(Path(str(path)), "give another path"):
-            draw(self.choices, self.trained_length, self.target_length, target)
+            draw(self.choices, trained=self.trained_length, target=self.target_length, path=target)
 
     def to_json(self) -> str:
         """Return everything as JSON; :meth:`load` reads it from a file."""
@@ -217,7 +217,13 @@ def _choice(data: Mapping[str, Any]) -> Choice:
     published, proposed = (method_from_json(data[name]) for name in ("published", "proposed"))
     tried = [Trial(**{**one, "method": method_from_json(one["method"])}) for one in data["tried"]]
     judged = {name: Change(**change) for name, change in data["judged"].items()}
-    return Choice(published, proposed, judged, tuple(data["reasons"]), tuple(tried))
+    return Choice(
+        published=published,
+        proposed=proposed,
+        judged=judged,
+        reasons=tuple(data["reasons"]),
+        tried=tuple(tried),
+    )
 
 
 def _plain(data: Any) -> Any:

@@ -181,7 +181,9 @@ class Recommendation:
             return False
         if not all(map(math.isfinite, b)):  # no difference from infinity
             return all(map(math.isfinite, a))
-        return _negative(summary.loss_difference(a, b, self.weights, self.confidence))
+        return _negative(
+            summary.loss_difference(a, other=b, weights=self.weights, confidence=self.confidence)
+        )
 
     def _fewer(self, one: str, other: str) -> bool:
         return _negative(self._rates(one, other, self.far))
@@ -200,7 +202,9 @@ class Recommendation:
             cost = summary.loss_difference(
                 score.losses_at(at), unpatched.losses_at(at), self.weights
             )
-            cost = cost or summary.Estimate(math.inf, None, None, len(score.losses_at(at)))
+            cost = cost or summary.Estimate(
+                value=math.inf, low=None, high=None, count=len(score.losses_at(at))
+            )
         better = self._lower(name, UNPATCHED) or self._fewer(UNPATCHED, name)
         worse = self._lower(UNPATCHED, name) or self._fewer(name, UNPATCHED)
         return Evidence(

@@ -139,15 +139,22 @@ class Report(Advice):
                 for place, name, content in pictures
                 if place == one.name
             ]
-            sections.append(Section(one.name, (f"{one.sentences[0]}. {told}",), one.tables, shown))
+            sections.append(
+                Section(
+                    name=one.name,
+                    sentences=(f"{one.sentences[0]}. {told}",),
+                    tables=one.tables,
+                    pictures=shown,
+                )
+            )
         data = self.to_json()
         settings = {name: data[name] for name in ("settings", "systems", "tasks", "identities")}
         notes = [f"Note: {note}." for note in self.notes]
         return page.render(
             self.title,
-            self.recommendations,
-            notes,
-            sections,
+            sentences=self.recommendations,
+            notes=notes,
+            sections=sections,
             settings=dump(settings),
             essentials=self.essentials,
             next_lines=self.next_lines,
@@ -355,7 +362,7 @@ def _task_table(results: Results, task: Task) -> Table:
         cells += [Cell(shown(value, task.kind)) for value in values]
         rows.append(Row(tuple(cells), system.method == UNPATCHED))
     words = (f"Cost: {_chance(compared)}",) if compared else ()
-    return Table("", tuple(header), tuple(rows), words)
+    return Table(title="", header=tuple(header), rows=tuple(rows), sentences=words)
 
 
 def _difference_tables(results: Results, task: Task) -> Iterator[Table]:
@@ -375,7 +382,9 @@ def _difference_tables(results: Results, task: Task) -> Iterator[Table]:
             for one in names[:-1]
         ]
         title = f"Row less column on identical cases, {where} ({unit})"
-        yield Table(title, ("", *names[1:]), tuple(rows), (BOLD, _chance(count)))
+        yield Table(
+            title=title, header=("", *names[1:]), rows=tuple(rows), sentences=(BOLD, _chance(count))
+        )
 
 
 def _gap(gap: Estimate | None) -> Cell:

@@ -149,7 +149,7 @@ def prepare(settings: Settings, tasks: Sequence[Task]) -> Plan:
         _refuse_embedders(configs)
     asked = tuple(sorted(set(settings.lengths)))
     lengths = tuple(sorted({*asked, *(n for n in trained.values() if n < max(asked))}))
-    notes = list(beyond(methods, asked, trained, settings.force))
+    notes = list(beyond(methods, lengths=asked, trained=trained, force=settings.force))
     notes += [] if settings.url else saved_otherwise(configs)
     frames = {
         model: replace(
@@ -176,13 +176,22 @@ def prepare(settings: Settings, tasks: Sequence[Task]) -> Plan:
         notes.append(f"the cost within the trained length is not measured ({error})")
     notes += [note for built in chosen.values() for note in built.notes]
     identities = _identities(settings, configs, trained)
-    systems = tuple(_systems(settings, methods, configs, identities))
+    systems = tuple(_systems(settings, methods, configs, identities=identities))
     if embeds:
         systems = tuple(one for system in systems for one in _with_cut(system, max(lengths)))
     prompted = any(task.kind == "rate" for task in parts) and not embeds
     chat = {model: frame.around is not None for model, frame in frames.items()} if prompted else {}
     notes = tuple(dict.fromkeys(notes))
-    return Plan(settings, parts, lengths, systems, chosen, identities, notes, chat)
+    return Plan(
+        settings=settings,
+        tasks=parts,
+        lengths=lengths,
+        systems=systems,
+        questions=chosen,
+        identities=identities,
+        notes=notes,
+        chat=chat,
+    )
 
 
 def _read(model: str, settings: Settings) -> tuple[Any, int]:
@@ -281,7 +290,16 @@ def _systems(
         identity = {**identities[model], "url": server.url, "served_as": server.served_model_name}
         key = digest(identity, UNPATCHED, {})
         trained = identity["trained_length"]
-        yield System(name, name, model, UNPATCHED, {}, trained, is_dynamic=False, identity=key)
+        yield System(
+            name=name,
+            label=name,
+            model=model,
+            method=UNPATCHED,
+            options={},
+            trained=trained,
+            is_dynamic=False,
+            identity=key,
+        )
     shorts = list(map(short_name, settings.models))
     for model, short in zip([] if settings.servers else settings.models, shorts, strict=False):
         first = f"{short if shorts.count(short) == 1 else model} " if len(shorts) > 1 else ""

@@ -61,7 +61,7 @@ class Ranks:
     def join(cls, device: str) -> Ranks:
         """Find this process among those that ``accelerate launch`` or ``torchrun`` started."""
         if world_size() < 2:
-            return cls(0, 1, device, lambda: None)
+            return cls(rank=0, count=1, device=device, wait=lambda: None)
         from accelerate import PartialState
 
         # A process may finish long before others: the default timeout would abort the run.
@@ -73,7 +73,12 @@ class Ranks:
                 f"them on {state.device}; launch one, or give --device cpu"
             )
         chosen = str(state.device) if device == "auto" else device
-        return cls(state.process_index, state.num_processes, chosen, state.wait_for_everyone)
+        return cls(
+            rank=state.process_index,
+            count=state.num_processes,
+            device=chosen,
+            wait=state.wait_for_everyone,
+        )
 
     def share(self, batches: Sequence[Any]) -> list[Any]:
         return list(batches[self.rank :: self.count])
@@ -101,7 +106,7 @@ def run(
             path.unlink()
     ranks.wait()
     begin(sum(_work(batch) for batches in work.values() for batch in batches))
-    _measure(plan, ranks, work, done, advance)
+    _measure(plan, ranks, work, done=done, advance=advance)
     ranks.wait()
     return None if ranks.rank else _merged(plan, done)
 
@@ -150,7 +155,7 @@ def _measure(
                     note(_outcome(system, case, result) for case, result in results)
                     advance(_work([case for case, _ in results]))
                 if harness and ranks.rank == 0:
-                    found = list(_harnessed(plan, runner, system, harness))
+                    found = list(_harnessed(plan, runner, system, tasks=harness))
                     plan.harness[system.name] = [outcome.key for outcome in found]
                     note(found)
         del runner  # free it before loading the next one
@@ -165,7 +170,14 @@ def _harnessed(
         window = {"pretrained": runner.model, "tokenizer": runner.tokenizer, "max_length": length}
         window["batch_size"] = size or max(1, automatic_tokens(settings) // length)
         cache = settings.output / HIDDEN / "harness"
-        yield from outcomes(tasks, window, plan.chat[system.model], settings.seed, cache, system)
+        yield from outcomes(
+            tasks,
+            window,
+            chat=plan.chat[system.model],
+            seed=settings.seed,
+            cache=cache,
+            system=system,
+        )
 
 
 def _refused(plan: Plan, runner: Loaded | Served, system: System) -> bool:
@@ -259,7 +271,13 @@ class Loaded:
                 stack.enter_context(self.model.disable_adapter())
             if system.method != UNPATCHED:
                 stack.enter_context(
-                    under(self.model, system.method, system.options, compose, length)
+                    under(
+                        self.model,
+                        name=system.method,
+                        options=system.options,
+                        compose=compose,
+                        trained_length=length,
+                    )
                 )
                 if system.adapted and self.settings.adapter is not None:
                     models.load_learned(self.model, self.settings.adapter)
@@ -289,7 +307,7 @@ class Runner(Loaded):
     ) -> Iterator[list[tuple[Case, Result]]]:
         for batch in batches:
             if system.is_dynamic:  # resets the longest length seen by transformers' dynamic scaling
-                score(self.model, [[self.pad] * 2], 1, self.pad)
+                score(self.model, rows=[[self.pad] * 2], tail=1, pad=self.pad)
             yield list(zip(batch, self.measure(batch), strict=True))
 
     def measure(self, batch: Sequence[Case]) -> list[Result]:
@@ -298,7 +316,7 @@ class Runner(Loaded):
             return self._written(batch) if batch[0].mode == "write" else self._scored(batch)
         except Exception as error:
             if not _is_out_of_memory(error):
-                short = partial(score, self.model, [[0, 0]], 1, self.pad)
+                short = partial(score, self.model, rows=[[0, 0]], tail=1, pad=self.pad)
                 self.require_runs(max(max(case.ids) for case in batch), short)
                 raise
             if self.settings.batch_size is not None or len(batch) == 1:
@@ -308,7 +326,13 @@ class Runner(Loaded):
         return self.measure(batch[:half]) + self.measure(batch[half:])
 
     def _written(self, batch: Sequence[Case]) -> list[Result]:
-        texts = write(self.model, [case.ids for case in batch], batch[0].count, self.pad, self.eos)
+        texts = write(
+            self.model,
+            rows=[case.ids for case in batch],
+            count=batch[0].count,
+            pad=self.pad,
+            eos=self.eos,
+        )
         decoded = [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in texts]
         return [
             Result(share_found(case, text), len(ids), text)
@@ -317,7 +341,9 @@ class Runner(Loaded):
 
     def _scored(self, batch: Sequence[Case]) -> list[Result]:
         tails = [tail(case) for case in batch]
-        losses, hits = score(self.model, [case.ids for case in batch], max(tails), self.pad)
+        losses, hits = score(
+            self.model, rows=[case.ids for case in batch], tail=max(tails), pad=self.pad
+        )
         results = []
         for row, case in enumerate(batch):
             if case.mode == "argmax":

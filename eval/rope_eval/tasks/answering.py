@@ -73,7 +73,11 @@ def _squad(articles: Sequence[Row]) -> tuple[list[AnsweredQuestion], list[str]]:
                     answers = tuple(one.text("text") for one in qa.rows("answers"))
                     if not answers:  # an empty answer cannot score
                         raise qa.wrong("answers", "at least one")
-                    asked.append(AnsweredQuestion(qa.text("question"), answers, (own,), near))
+                    asked.append(
+                        AnsweredQuestion(
+                            question=qa.text("question"), answers=answers, needed=(own,), near=near
+                        )
+                    )
     return asked, documents
 
 
@@ -185,8 +189,8 @@ def like_hotpotqa(questions: int = 640) -> list[dict[str, Any]]:
     return data
 
 
-SQUAD = Source("SQuAD", "squad", _squad, like_squad)
-HOTPOTQA = Source("HotpotQA", "hotpotqa", _hotpotqa, like_hotpotqa)
+SQUAD = Source(name="SQuAD", option="squad", read=_squad, made_up=like_squad)
+HOTPOTQA = Source(name="HotpotQA", option="hotpotqa", read=_hotpotqa, made_up=like_hotpotqa)
 
 
 def read(source: Source, path: str | None) -> tuple[list[AnsweredQuestion], list[str]]:
@@ -255,4 +259,4 @@ class Answering(Prompts):
             return frame.whole(content, LEAD, keep_space=True)[0]
 
         _, ids = self.fill(build, length, len(asked.needed))
-        return self.case(length, draw, ids, asked.answers, AnyOf(asked.answers))
+        return self.case(length, draw, ids, answers=asked.answers, judge=AnyOf(asked.answers))

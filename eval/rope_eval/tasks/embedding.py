@@ -162,7 +162,7 @@ class Retrieval(Task):
         sizes = []
         for length in lengths:
             rng = random.Random(f"{self.name}:{seed}:{length}")
-            found = self._cases(frame, recipe, length, rng)
+            found = self._cases(frame, recipe, length, rng=rng)
             sizes.append(len(found[0].candidates.documents) if found[0].candidates else 0)
             cases += found
         where = {"embedding_passkey": "repeated filler", "embedding_needle": "Python's manual"}
@@ -202,7 +202,7 @@ class Retrieval(Task):
         documents = []
         for document in range(count):
             own = [(at, asked[n].sentence) for n, (d, _, at) in enumerate(places) if d == document]
-            documents.append(self._document(frame, recipe, length, hays[document], own))
+            documents.append(self._document(frame, recipe, length, hay=hays[document], own=own))
         candidates = Candidates(tuple(documents), closing(frame.tokenizer))
         chosen = spread([int(depth * BINS) for _, _, depth in places], self.queries, rng)
         bins = {number: int(places[number][2] * BINS) for number in chosen}

@@ -232,4 +232,4 @@ def outcomes(
             known = {"bin": None, "depth": None, "seed": number, "group": number, "tokens": 1}
             known |= {"prompt": prompt, "answers": (str(sample["target"]),), "value": value}
             known |= {"written": str(sample["filtered_resps"][0])}
-            yield Outcome(key, system.name, task.name, length, **known)
+            yield Outcome(key=key, system=system.name, task=task.name, length=length, **known)

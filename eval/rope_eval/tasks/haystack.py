@@ -122,8 +122,10 @@ class Needles(Prompts):
             taken = list(dict.fromkeys(owner.values()))
 
             def others(units: int) -> list[str]:
-                keys = distinct(self.key_kind, units, random.Random(seed), taken)
-                values = distinct(self.value_kind, units, random.Random(seed + 1), owner)
+                keys = distinct(self.key_kind, count=units, rng=random.Random(seed), taken=taken)
+                values = distinct(
+                    self.value_kind, count=units, rng=random.Random(seed + 1), taken=owner
+                )
                 return list(map(self._needle, keys[len(taken) :], values[len(owner) :]))
 
             return others
@@ -164,7 +166,7 @@ class Needles(Prompts):
         # RULER puts needles before distinct lines, so there must be enough lines.
         least = len(needles) if self.ruler and self.haystack != "text" else 0
         _, ids = self.fill(build, length, least)
-        return self.case(length, draw, ids, [one for one in values if owner[one] in asked])
+        return self.case(length, draw, ids, answers=[one for one in values if owner[one] in asked])
 
     def _places(
         self, count: int, depth: float | None, rng: random.Random
@@ -212,6 +214,12 @@ class Needle(Task):
         keys = self.needles + self.distractors
         return [
             Needles(
-                "needle", self.trials, tokens, self.depths, keys=keys, queries=self.needles, **hay
+                name="needle",
+                trials=self.trials,
+                tokens=tokens,
+                depths=self.depths,
+                keys=keys,
+                queries=self.needles,
+                **hay,
             )
         ]

@@ -94,11 +94,21 @@ SETS = {
     "kilt_hotpotqa": Shape("qa", 20),
     "kilt_popqa_3": Shape("qa", 20, "s_pop"),
     "msmarco_rerank_psg": Shape("rank", 200),
-    "icl_trec_coarse": Shape("icl", 20, "coarse_label", 6, (400, 800, 1600, 3300, 6600)),
-    "icl_trec_fine": Shape("icl", 20, "fine_label", 50, (400, 800, 1600, 3200, 6400)),
-    "icl_banking77": Shape("icl", 20, "label", 77, (360, 720, 1450, 2900, 5900)),
-    "icl_clinic150": Shape("icl", 20, "intent", 151, (440, 880, 1750, 3525, 7050)),
-    "icl_nlu": Shape("icl", 20, "label", 68, (510, 1020, 2040, 4080, 8296)),
+    "icl_trec_coarse": Shape(
+        format="icl", tokens=20, field="coarse_label", labels=6, shots=(400, 800, 1600, 3300, 6600)
+    ),
+    "icl_trec_fine": Shape(
+        format="icl", tokens=20, field="fine_label", labels=50, shots=(400, 800, 1600, 3200, 6400)
+    ),
+    "icl_banking77": Shape(
+        format="icl", tokens=20, field="label", labels=77, shots=(360, 720, 1450, 2900, 5900)
+    ),
+    "icl_clinic150": Shape(
+        format="icl", tokens=20, field="intent", labels=151, shots=(440, 880, 1750, 3525, 7050)
+    ),
+    "icl_nlu": Shape(
+        format="icl", tokens=20, field="label", labels=68, shots=(510, 1020, 2040, 4080, 8296)
+    ),
 }
 """The implemented data sets, by the authors' names."""
 
@@ -205,7 +215,9 @@ class DataSet(Task):
         for length in lengths:
             rows = self.chosen(length, seed)
             for number, row in enumerate(rows):
-                ids, is_cut, answers, judge = self.prompt(frame, row, rows, length, seed)
+                ids, is_cut, answers, judge = self.prompt(
+                    frame, row, rows, length=length, seed=seed
+                )
                 how = ("write", self.tokens, ids, answers)
                 cases.append(Case(self.name, length, number, *how, judge=judge))
                 cut[length] += is_cut
@@ -246,7 +258,7 @@ class DataSet(Task):
             return rows
         rows = [rows[place] for place in _shuffled(len(rows), seed)]
         if kind == "icl":
-            return _balanced(rows, self.shape.field, samples, random.Random(seed))
+            return _balanced(rows, self.shape.field, count=samples, rng=random.Random(seed))
         return rows[:samples]
 
     def prompt(
@@ -263,7 +275,9 @@ class DataSet(Task):
         elif kind == "kv":
             words, answers, judge = self._kv(row, begun)
         elif kind == "icl":
-            words, answers, judge = self._icl(row, demos, self.shown(length), seed, begun)
+            words, answers, judge = self._icl(
+                row, demos, shots=self.shown(length), seed=seed, begun=begun
+            )
         else:
             made = self._rank if kind == "rank" else self._qa
             words, answers, judge = made(row, self._drawn(row, rows, demos), begun)
@@ -280,7 +294,7 @@ class DataSet(Task):
         def build(keep: int) -> array:
             return frame.whole(before + context[: ends[keep]] + after)[0]
 
-        _, ids = base.fill(self.name, build, length, self.tokens, most=len(ends) - 1)
+        _, ids = base.fill(self.name, build, length, tokens=self.tokens, most=len(ends) - 1)
         return ids, True, answers, judge
 
     def _drawn(self, row: Row, rows: Sequence[Row], demos: Sequence[Row]) -> list[Row]:
@@ -320,7 +334,7 @@ class DataSet(Task):
                 raise one.wrong(field, f"a label from 0 to {labels - 1}")
             return str(numbers[label])
 
-        shown = _balanced(demos, field, shots, rng)
+        shown = _balanced(demos, field=field, count=shots, rng=rng)
         context = "\n\n".join(f"{one.text('text')}\nlabel: {number(one)}" for one in shown)
         answer = number(row)
         return {"context": context, "question": text}, (answer,), Label(answer, begun)

@@ -89,7 +89,14 @@ def _tests(row: Row) -> Iterator[Test]:
                 distractor = _filled(row.row("distractors").text(kind), values)
             answers = () if sampled else tuple(test.texts("gold_answers"))
             question = _filled(questions.text(kind), values)
-            yield Test(needle, question, template, answers, characters, distractor)
+            yield Test(
+                needle=needle,
+                question=question,
+                template=template,
+                answers=answers,
+                characters=characters,
+                distractor=distractor,
+            )
 
 
 def _filled(text: str, values: Sequence[str]) -> str:
@@ -185,7 +192,9 @@ class NoLiMa(Task):
             for number, (book, test, bin) in enumerate(places):
                 rng = random.Random(f"nolima:{seed}:{length}:{book}:{test}:{bin}")
                 depth = bin / max(1, self.placements - 1)
-                ids, answers = self._prompt(frame, books[book], tests[test], length, depth, rng)
+                ids, answers = self._prompt(
+                    frame, book=books[book], test=tests[test], length=length, depth=depth, rng=rng
+                )
                 how = (self.name, length, number, "write", tokens, ids, answers)
                 judge = Gold(answers, self.nolima_metric)
                 cases.append(Case(*how, depth, bin if binned else None, judge=judge))
@@ -217,4 +226,4 @@ class NoLiMa(Task):
             return frame.whole(asked)[0]
 
         most = max(0, length - tokens - len(build(0)))
-        return base.fill(self.name, build, length, tokens, most=most)[1], answers
+        return base.fill(self.name, build, length, tokens=tokens, most=most)[1], answers

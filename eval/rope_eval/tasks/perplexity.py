@@ -93,7 +93,13 @@ def choose_windows(
     del places[count:]
     chosen = tuple(tuple(texts[number][at : at + size]) for number, at in places)
     numbers = tuple(bisect_left(ends, at + size) if joined else number for number, at in places)
-    return Windows(chosen, tuple(bos), min(SCORED, min(lengths) // 2), joined, numbers)
+    return Windows(
+        texts=chosen,
+        bos=tuple(bos),
+        scored=min(SCORED, min(lengths) // 2),
+        joined=joined,
+        documents=numbers,
+    )
 
 
 def _cut(
@@ -155,7 +161,13 @@ class Segments(Task):
         documents = [encode(frame.tokenizer, text) for text in self._texts]
         eos = frame.tokenizer.eos_token_id
         return choose_windows(
-            documents, lengths, self.windows, beginning(frame.tokenizer), eos, seed, option
+            documents,
+            lengths,
+            count=self.windows,
+            bos=beginning(frame.tokenizer),
+            eos=eos,
+            seed=seed,
+            option=option,
         )
 
     _unscored: ClassVar[int] = 1  # first tokens of a window
@@ -185,7 +197,9 @@ class Segments(Task):
                         only = tuple(len(bos) + place - begin for place in scored)
                         ids = bos + text[begin:end]
                         group = windows.documents[index]
-                        yield self._case(length, number, ids, end - done, group, only=only)
+                        yield self._case(
+                            length, number, ids, count=end - done, group=group, only=only
+                        )
                     number += 1
                     done = end
                     end += stride
@@ -209,7 +223,16 @@ class Segments(Task):
     def _case(
         self, length: int, number: int, ids: Any, count: int, group: int, **more: Any
     ) -> Case:
-        return Case(self.name, length, number, "loss", count, joined(ids), group=group, **more)
+        return Case(
+            task=self.name,
+            length=length,
+            seed=number,
+            mode="loss",
+            count=count,
+            ids=joined(ids),
+            group=group,
+            **more,
+        )
 
 
 @register
@@ -280,7 +303,7 @@ class Perplexity(Segments):
                 else:
                     ids = bos + text[len(bos) - length :]
                     count = windows.scored
-                yield self._case(length, number, ids, count, group)
+                yield self._case(length, number, ids, count=count, group=group)
 
     def _huggingface(self, windows: Windows, lengths: Sequence[int]) -> Iterator[Case]:
         for length in lengths:
@@ -296,7 +319,9 @@ class Perplexity(Segments):
                     weight = end - done - 1
                     if count and weight:
                         ids = row[begin:end]
-                        yield self._case(length, number, ids, count, group, weight=weight)
+                        yield self._case(
+                            length, number, ids, count=count, group=group, weight=weight
+                        )
                     number += 1
                     done = end
                     if end == len(row):

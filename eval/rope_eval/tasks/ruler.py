@@ -96,7 +96,7 @@ class VariableTracking(Prompts):
         if len(build(least, shown)) + self.tokens > length:
             shown = least  # RULER's example does not fit into such short prompts
         _, ids = self.fill(lambda lines: build(lines, shown), length, least)
-        return self.case(length, draw, ids, asked(least)[2])
+        return self.case(length, draw, ids, answers=asked(least)[2])
 
     def _writer(
         self, letters: int, rng: random.Random, layout: int | None = None
@@ -139,8 +139,8 @@ class Counts(NamedTuple):
         return f"{self.often} and {self.others} times"
 
 
-MANY = Counts(30, 3, 40, (10, 3))
-FEW = Counts(6, 1, 20, (3, 1))
+MANY = Counts(often=30, others=3, words=40, example=(10, 3))
+FEW = Counts(often=6, others=1, words=20, example=(3, 1))
 ROOM = 4096
 """Length in tokens from which RULER uses ``MANY``."""
 
@@ -207,8 +207,8 @@ class CommonWords(Prompts):
             content = solved + listed(words[:different], counts.often, counts.others)
             return frame.whole(content, CWE_LEAD, keep_space=True)[0]
 
-        _, ids = self.fill(build, length, self.common + 1, len(words))
-        return self.case(length, draw, ids, words[: self.common])
+        _, ids = self.fill(build, length, least=self.common + 1, most=len(words))
+        return self.case(length, draw, ids, answers=words[: self.common])
 
 
 def _numbered(words: Sequence[str]) -> str:
@@ -253,7 +253,7 @@ class FrequentWords(Prompts):
         count, ids = self.fill(build, length, least)
         if not clear(count):
             ids = build(next(filter(clear, range(count, least - 1, -1))))
-        return self.case(length, draw, ids, words[1:4])
+        return self.case(length, draw, ids, answers=words[1:4])
 
 
 NIAH: dict[str, dict[str, Any]] = {
@@ -311,4 +311,6 @@ class Ruler(Task):
         names = named_parts(self.ruler_tasks, TASKS)
         files = {"squad": self.squad, "hotpotqa": self.hotpotqa}
         haystack = read_haystack(self.haystack)
-        return [made(name, self.trials, self.new_tokens, haystack, **files) for name in names]
+        return [
+            made(name, self.trials, self.new_tokens, haystack=haystack, **files) for name in names
+        ]

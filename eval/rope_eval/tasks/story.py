@@ -134,7 +134,7 @@ class Conversation(Prompts):
         asked = rng.randrange(self.needles)
         prefix = "".join(rng.choices(string.ascii_letters + string.digits, k=10))
         turns = [_turn(form, topic, answer) for answer in answers]
-        text, shares = told(rng, turns, self._others(rng, form, topic), "\n\n")
+        text, shares = told(rng, facts=turns, pieces=self._others(rng, form, topic), joint="\n\n")
         words = {"prefix": prefix, "nth": ordinal(asked + 1), "form": form, "topic": topic}
         end = REPEAT.format(**words)
         chat = frame.around is not None
@@ -242,12 +242,12 @@ class Chains(Prompts):
             facts += [FACT.format(*pair) for pair in pairwise(own)]
             facts.append(END.format(own[-1], number))
         rng.shuffle(facts)
-        text, _ = told(rng, facts, following(self.text, rng), " ")
+        text, _ = told(rng, facts, pieces=following(self.text, rng), joint=" ")
         ask = FOLLOW.format(names[0])
         lead = "" if frame.around is not None else LEAD.format(names[0])
         _, ids = self.fill(lambda size: frame.whole(INTRO + text(size) + ask, lead)[0], length)
         judge = OnlyEnd(numbers[0], tuple(numbers[1:]))
-        return self.case(length, draw, ids, numbers[:1], judge)
+        return self.case(length, draw, ids, answers=numbers[:1], judge=judge)
 
 
 @register

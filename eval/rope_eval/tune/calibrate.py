@@ -93,7 +93,7 @@ def calibrate(
     """
     given = CalibrationOptions(target_length=target_length, **options)
     rope = fitness.trained_rope(model, given)
-    starts = _starts(model, rope, methods, given)
+    starts = _starts(model, rope, methods, given=given)
     both = [(start, _grid(start, rope, given.options)) for start in starts]
     if resume and output is None:
         raise OptionError("resume=True needs output=FOLDER to resume from")
@@ -101,16 +101,23 @@ def calibrate(
     with nullcontext() if folder is None else lock(folder, option="output"):
         if folder is not None:
             Folder(folder).check([RESULT, PICTURE])
-            require_free(folder, resume, "resume=True", "output")
+            require_free(folder, resume, cure="resume=True", output="output")
         texts = python_library("train") if text is None else fitness.read(text)
-        halves, notes = _halves(tokenizer, texts, rope, given)
+        halves, notes = _halves(tokenizer, texts, rope, given=given)
         known = asdict(given) | {
             "model": fitness.fingerprint(model),
             "text": digest([half.rows.windows for half in halves]),
             "methods": [method_to_json(start) for start in starts],
         }
-        trials = fitness.Trials(model, rope, given, folder and folder / LOG, NAME, known)
-        found = _calibrated(trials, given, both, halves, notes)
+        trials = fitness.Trials(
+            model=model,
+            rope=rope,
+            given=given,
+            path=folder and folder / LOG,
+            kind=NAME,
+            settings=known,
+        )
+        found = _calibrated(trials, given, starts=both, halves=halves, notes=notes)
         if folder is not None:
             _keep(found, folder)
     return found
@@ -185,7 +192,9 @@ def _halves(
     target = given.target_length
     notes = []
     halves = []
-    rows = fitness.windows_of(tokenizer, texts, target, 2 * given.samples, given.seed, cure)
+    rows = fitness.windows_of(
+        tokenizer, texts, length=target, count=2 * given.samples, seed=given.seed, cure=cure
+    )
     if len(set(rows.documents)) < 2:
         notes.append("all windows are from one document: the halves are not of different texts")
     numbers = in_halves(rows.documents)
@@ -196,7 +205,11 @@ def _halves(
         seed = 2 * given.seed + place
         lengths = (rope.length, target)
         asked = (lengths, given.prompts, own.windows, seed, given.needle)
-        halves.append(fitness.Sample(name, own, fitness.prompts_of(tokenizer, *asked), inside))
+        halves.append(
+            fitness.Sample(
+                name=name, rows=own, prompts=fitness.prompts_of(tokenizer, *asked), inside=inside
+            )
+        )
     if given.prompts and not halves[0].prompts:
         notes.append(
             f"answers do not count: no prompt fits into the {rope.length} trained tokens (the "
@@ -253,7 +266,15 @@ def _calibrated(
                     changed = ", ".join(f"{k}={v!r}" for k, v in new if v != before[k])
                     reasons.append(f"{changed} is not better beyond noise")
             tried = tuple(map(descent.trial, descent.tried.values()))
-            choices.append(Choice(start, proposed, judged, tuple(reasons), tried))
+            choices.append(
+                Choice(
+                    published=start,
+                    proposed=proposed,
+                    judged=judged,
+                    reasons=tuple(reasons),
+                    tried=tried,
+                )
+            )
     return Calibration(
         model=type(text_decoder(trials.model)).__name__,
         trained_length=trials.rope.length,

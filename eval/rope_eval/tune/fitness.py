@@ -372,7 +372,7 @@ class Trials:
         inside = [mean([next(pieces) for _ in each]) for each in sample.inside]
         losses = tuple(loss for loss, _ in answers)
         found = tuple(hit for _, hit in answers)
-        scores = Scores(tuple(far), tuple(inside), losses, found)
+        scores = Scores(far=tuple(far), inside=tuple(inside), answers=losses, found=found)
         plain = asdict(scores).items()
         self.known[key] = {k: [None if x == math.inf else x for x in v] for k, v in plain}
         if self.log is not None:
@@ -380,7 +380,11 @@ class Trials:
         return scores
 
     def _losses(self, rows: Sequence[Sequence[int]], scored: int) -> list[float]:
-        return losses_at_end(self.model, rows, scored, self.advance) if scored else []
+        return (
+            losses_at_end(self.model, windows=rows, scored=scored, advance=self.advance)
+            if scored
+            else []
+        )
 
     def counting(self, samples: Sequence[Sample]) -> tuple[list[Sample], list[str]]:
         """Return the samples with the prompts that count, and a note for each hay that does not.

@@ -68,7 +68,7 @@ def fit(
     state = current_patch(model)
     if state is None:
         raise NotPatchedError("this model is not patched; call rope_ext.patch(model, 't5') first")
-    _check(state, input_ids, steps, learning_rate)
+    _check(state, input_ids, steps, learning_rate=learning_rate)
     decoder = text_decoder(model)
     layers: dict[nn.Module, Layer] = {
         module: module.__dict__[LAYER]
@@ -147,7 +147,9 @@ def _observe(
         back = angles.cos(), angles.sin()
         query, key = (layout.pairs.rotate(x.float(), back) for x in (dense.query, dense.key))
         bare = dense._replace(query=query, key=key)
-        found[module] = _Observed(bare, queries, dense.weights(queries).float(), layer.biased)
+        found[module] = _Observed(
+            dense=bare, queries=queries, weights=dense.weights(queries).float(), owner=layer.biased
+        )
 
     with attending(decoder, NAME, look):
         decoder(input_ids=row[None].to(vocabulary_of(decoder).weight.device), use_cache=False)

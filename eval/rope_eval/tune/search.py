@@ -132,7 +132,13 @@ def _space(given: SearchOptions, factor: float) -> Space:
     scales = () if given.attention_factor is not None else _SCALES
     most, least = (_BEYOND, 1.0) if given.critical is None else (_BEYOND_CRITICAL, factor)
     ends = round(most * factor * _STEPS), round(least * _STEPS)
-    return Space(ends[0], tuple(given.start_tokens), scales, given.critical or 0, ends[1])
+    return Space(
+        most=ends[0],
+        starts=tuple(given.start_tokens),
+        scales=scales,
+        critical=given.critical or 0,
+        least=ends[1],
+    )
 
 
 def _calibrated(start: Any) -> YaRN | None:
@@ -248,7 +254,7 @@ def search(
     for start in given.start_tokens:  # report models that cannot be patched before measuring
         with patched(model, _method(given, first._replace(start=start), factor), **given.arguments):
             pass
-    samples = _samples(tokenizer, fitness.read(text), rope, given)
+    samples = _samples(tokenizer, texts=fitness.read(text), rope=rope, given=given)
     # Without `iterations`, so that a finished search can go on with more of them.
     settings = {name: value for name, value in vars(given).items() if name != "iterations"}
     settings["start"] = given.start and method_to_json(cast("YaRN", given.start))
@@ -257,8 +263,10 @@ def search(
     path = None if output is None else Path(output)
     log = path and path.with_suffix(".jsonl")
     with nullcontext() if log is None else lock(log.parent, log.name, option="output"):
-        trials = fitness.Trials(model, rope, given, log, "search", settings)
-        return _searched(trials, given, known, samples, path)
+        trials = fitness.Trials(
+            model=model, rope=rope, given=given, path=log, kind="search", settings=settings
+        )
+        return _searched(trials, given, known, samples=samples, output=path)
 
 
 def _samples(
@@ -270,7 +278,9 @@ def _samples(
         f"samples={given.samples} and validation_samples={given.validation_samples} are needed; "
         f"give more text, or fewer of them"
     )
-    rows = fitness.windows_of(tokenizer, texts, given.target_length, count, given.seed, cure)
+    rows = fitness.windows_of(
+        tokenizer, texts, length=given.target_length, count=count, seed=given.seed, cure=cure
+    )
     lengths = (rope.length, given.target_length)
     samples = []
     parts = {RANKING: range(given.samples), VALIDATION: range(given.samples, count)}

@@ -86,7 +86,7 @@ class Positions(torch.nn.Module):
             inputs: normalized input of the layer's projections, ``[batch, tokens, width]``.
             t: positions, ``[1 or batch, tokens]``, in the dtype of ``query``.
         """
-        query, key = self.rotated(query, key, inputs, t)
+        query, key = self.rotated(query, key, inputs, t=t)
         return scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
 
 
@@ -126,7 +126,7 @@ def attach(model: StableLmForCausalLM, encoding: Callable[[Shape], Positions]) -
     heads = config.num_attention_heads
     base = config.rope_parameters["rope_theta"]
     length = config.max_position_embeddings
-    shape = Shape(width, heads, width // heads, base, length)
+    shape = Shape(width=width, heads=heads, columns=width // heads, base=base, length=length)
     for layer in model.model.layers:
         positions = encoding(shape)
         positions.prepare(layer.self_attn, config.initializer_range)

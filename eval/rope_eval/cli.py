@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -28,6 +28,9 @@ from rope_ext.command.terminal import show, stoppable, tell, tell_next, unused
 from rope_ext.errors import MeasureError, OptionError, RopeExtError, first_line
 from rope_ext.quoting import shell_join
 
+if TYPE_CHECKING:
+    from rope_eval.engines.verifying import Miniature
+
 app = typer.Typer(rich_markup_mode=None)
 
 
@@ -39,8 +42,8 @@ class Evaluation(ModelCommand):
     ) -> Any:
         from rope_eval import command
 
-        made = command.command_for(str(self.name), args)
-        return made.make_context(info_name, args, parent, **extra)
+        inner = command.command_for(str(self.name), args)
+        return inner.make_context(info_name, args, parent, **extra)
 
 
 @app.command(cls=Evaluation)
@@ -216,37 +219,18 @@ def verify(
 
     import rope_ext
     from rope_eval.engines import verifying
-    from rope_eval.server import require_url
     from rope_ext.saving.checkpoints import load_config
 
     longest = None if length is None else parse_length(length)
-    server = engine
-    engine = engine or "llama.cpp"
     if longest is not None and longest < 2:
         raise OptionError(f"--length {length} is not valid; it must be at least 2")
-    if url is not None:
-        require_url(url, "http://HOST:PORT")
-    if url is not None and write is not None:
-        raise OptionError(
-            f"--url {url!r} must be given without --write, whose folder the server serves"
-        )
-    if url is None and write is None and engine not in RUN_HERE:
-        raise OptionError(
-            f"--engine {engine!r} cannot be run here; use one of {', '.join(RUN_HERE)}, or run "
-            f"with --write FOLDER, serve that folder, then run with --url http://HOST:PORT"
-        )
+    run_by = engine or "llama.cpp"
+    _require_one_place(run_by, url, write)
     method = asked.build()
     arguments = asked.arguments()
     miniature = verifying.Miniature.from_config(load_config(asked.model), method, **arguments)
     if write is not None:
-        commands, refusals = verifying.write(miniature, write)
-        tell(f"wrote {write}; serve it with one of these commands, then run again with --url")
-        show("\n".join(commands.values()))
-        for refusal in refusals:
-            tell(f"note: {refusal}", "yellow")
-        for name in [server] if server in commands else list(commands)[:1]:
-            address = f"http://localhost:{verifying.SERVERS[str(name)]}"
-            tell_next(asked.words("verify", engine=name, url=address, length=length))
+        _write_miniature(asked, miniature, write, server=engine, length=length)
         return
     if json is not None:
         json.open("a").close()  # fails before the run
@@ -254,8 +238,8 @@ def verify(
         if url is None:
             tolerance = tolerance or verifying.TOLERANCE
             given = "" if as_saved else flags
-            run = verifying.in_process(miniature, engine, folder=Path(folder), flags=given)
-            where = engine
+            run = verifying.in_process(miniature, run_by, folder=Path(folder), flags=given)
+            where = run_by
         else:
             run = verifying.endpoint(url, served_model_name)
             where = url
@@ -274,13 +258,46 @@ def verify(
         json.write_text(found.to_json(), encoding="utf-8")
     if found.passed:
         served = "serve the model with the same options"
-        if server or url is None:
+        if engine or url is None:
             with suppress(RopeExtError):  # the model may not be extended
-                made = rope_ext.export(asked.patched(), engine)
-                words = shell_join(asked.words("export", engine=engine, output="FOLDER"))
-                served = f"use it: {words if made.files else made.command}"
+                exported = rope_ext.export(asked.patched(), run_by)
+                words = shell_join(asked.words("export", engine=run_by, output="FOLDER"))
+                served = f"use it: {words if exported.files else exported.command}"
         tell(f"done: {served}")
     sys.exit(found.exit_code)
+
+
+def _require_one_place(engine: str, url: str | None, write: Path | None) -> None:
+    """Raise OptionError unless the engine can be run here, or a server at ``url`` is asked."""
+    from rope_eval.server import require_url
+
+    if url is not None:
+        require_url(url, "http://HOST:PORT")
+    if url is not None and write is not None:
+        raise OptionError(
+            f"--url {url!r} must be given without --write, whose folder the server serves"
+        )
+    if url is None and write is None and engine not in RUN_HERE:
+        raise OptionError(
+            f"--engine {engine!r} cannot be run here; use one of {', '.join(RUN_HERE)}, or run "
+            f"with --write FOLDER, serve that folder, then run with --url http://HOST:PORT"
+        )
+
+
+def _write_miniature(
+    asked: PatchOptions, miniature: Miniature, folder: Path, server: str | None, length: str | None
+) -> None:
+    """Write the miniature, and print how to serve it and what to run then."""
+    from rope_eval.engines import verifying
+
+    commands, refusals = verifying.write(miniature, folder)
+    tell(f"wrote {folder}; serve it with one of these commands, then run again with --url")
+    show("\n".join(commands.values()))
+    for refusal in refusals:
+        tell(f"note: {refusal}", "yellow")
+    for name in [server] if server in commands else list(commands)[:1]:
+        address = f"http://localhost:{verifying.SERVERS[str(name)]}"
+        tell_next(asked.words("verify", engine=name, url=address, length=length))
 
 
 @command(app)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -50,7 +49,7 @@ def spectrum(axes: Any, rope: Rope, methods: Lines, length: int) -> None:
             label=label,
             x=range(len(values)),
             y=values,
-            more=f", {rest} at rest" * (rest > 0),
+            more=f", {rest} at rest" if rest else "",
         )
     turn = 2 * math.pi / rope.length
     axes.axhline(turn, **_THIN)
@@ -100,17 +99,13 @@ def biases(axes: Any, rope: Rope, methods: Lines, length: int, heads: int) -> No
     distance, bins, places = _nearby(length)
     for label, method in methods.items():
         if isinstance(method, Encoding) and not rotates(rope, method):
-            parts = bias_at(
-                rope, encoding=method, heads=heads, length=length, distance=distance
-            ).split(bins, 1)
+            bias = bias_at(rope, encoding=method, heads=heads, length=length, distance=distance)
+            parts = bias.split(bins, 1)
             middle = torch.stack([part.mean(1).median() for part in parts])
-            more = ", untrained" * bool(method.initial(Heads(heads, rope.dim, rope.dim)))
-            _shade(
-                axes,
-                places,
-                parts,
-                colour=_line(axes, lines=methods, label=label, x=places, y=middle, more=more),
-            )
+            is_learned = bool(method.initial(Heads(heads, rope.dim, rope.dim)))
+            more = ", untrained" if is_learned else ""
+            colour = _line(axes, lines=methods, label=label, x=places, y=middle, more=more)
+            _shade(axes, places, parts, colour=colour)
     axes.axhline(-math.log(1000), linestyle=":", **_THIN)
     axes.annotate("1/1000 of the weight", (0.01, -math.log(1000)), (0, -2),
                   xycoords=axes.get_yaxis_transform(), textcoords="offset points", va="top",
@@ -281,59 +276,84 @@ def draw(
             or matplotlib is not installed.
     """
     path = Path(path)
-    if kind not in KINDS:
-        raise OptionError(
-            f"unknown picture {kind!r}{nearest(kind, KINDS) or '.'} Pictures: {', '.join(KINDS)}"
-        )
-    panel, kinds, title = KINDS[kind]
-    for method in shown:
-        if kinds and method.kind not in kinds:
-            others = [k for k, (_, fits, _) in KINDS.items() if not fits or method.kind in fits]
-            raise OptionError(
-                f"{kind} cannot show {method.name}; plot {', '.join(others)}, or leave it out"
-            )
+    _require_kind(kind, shown)
     style.require_png(path)
     style.require_matplotlib()
     built = model_of(model)
     decoder = text_decoder(built)
     site = first_site(built)
     rope = site.rope
-    lines = dict[str, Method](unpatched=RoPE())
-    factors = sorted({float(method.factor) for method in shown})
     for method in shown:
         if isinstance(method, FrequencyMethod):
             refuse_scaled(decoder, site, method, compose=compose)
-        full = method.resolved(rope)
-        texts = option_texts(full)
-        texts = [one for one in texts if len(factors) > 1 or not one.startswith("factor=")]
-        lines[f"{full.name} ({', '.join(texts)})" if texts else full.name] = full
+    lines = _labelled(rope, shown)
     if length is None:
         length = max([rope.length, *(method.target_length(rope) for method in shown)])
     require_length("length", length)
+    panel, _, title = KINDS[kind]
+    # Encodings that do not rotate have no decay; their biases get a panel beside it.
     adding = kind == "decay" and not all(rotates(rope, method) for method in shown)
     figure = style.figure_of(13 if adding else 9.5, 4.8)
     axes, *beside = figure.subplots(1, 1 + adding, squeeze=False)[0]
     panel(axes, rope, lines, length)
     for other in beside:
-        biases(
-            other,
-            rope=rope,
-            methods=lines,
-            length=length,
-            heads=text_config(decoder).num_attention_heads,
-        )
+        heads = text_config(decoder).num_attention_heads
+        biases(other, rope, lines, length=length, heads=heads)
         style.bare(other)
         other.set_title("biases of encodings", **style.TITLE)
     style.bare(axes)
     name = Path(model).name if isinstance(model, (str, Path)) else type(decoder).__name__
+    factors = _factors(shown)
     by = f", factor {factors[0]:g}" if len(factors) == 1 else ""
     axes.set_title(f"{style.literal(name)} at {length} tokens{by}: {title}", **style.TITLE)
-    named = [each.get_legend_handles_labels() for each in (axes, *beside)]
-    handles, labels = ([*itertools.chain(*parts)] for parts in zip(*named, strict=True))
-    columns = max(1, min(4, _CHARACTERS // (8 + max(map(len, labels)))))
-    figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=8.5,
-                  frameon=False)  # fmt: skip
+    _add_legend(figure, (axes, *beside))
     try:
         figure.savefig(path, dpi=130, metadata={"Software": style.MARK})
     except OSError as error:
         raise OptionError(f"cannot write {path} ({error}); give another file") from error
+
+
+def _require_kind(kind: str, shown: Sequence[Method]) -> None:
+    """Raise OptionError if there is no such kind of plot, or it cannot show one of the methods."""
+    if kind not in KINDS:
+        raise OptionError(
+            f"unknown picture {kind!r}{nearest(kind, KINDS) or '.'} Pictures: {', '.join(KINDS)}"
+        )
+    _, kinds, _ = KINDS[kind]
+    for method in shown:
+        if kinds and method.kind not in kinds:
+            others = [k for k, (_, fits, _) in KINDS.items() if not fits or method.kind in fits]
+            raise OptionError(
+                f"{kind} cannot show {method.name}; plot {', '.join(others)}, or leave it out"
+            )
+
+
+def _factors(shown: Sequence[Method]) -> list[float]:
+    return sorted({float(method.factor) for method in shown})
+
+
+def _labelled(rope: Rope, shown: Sequence[Method]) -> dict[str, Method]:
+    """Return the unpatched model and the methods with all their options, by legend label.
+
+    A factor that all methods share is in the title of the plot, and in no label.
+    """
+    lines = dict[str, Method](unpatched=RoPE())
+    several = len(_factors(shown)) > 1
+    for method in shown:
+        full = method.resolved(rope)
+        texts = [one for one in option_texts(full) if several or not one.startswith("factor=")]
+        lines[f"{full.name} ({', '.join(texts)})" if texts else full.name] = full
+    return lines
+
+
+def _add_legend(figure: Any, panels: Sequence[Any]) -> None:
+    """Add one legend below all panels, in as many columns as its longest label allows."""
+    handles = []
+    labels = []
+    for axes in panels:
+        of_panel, texts = axes.get_legend_handles_labels()
+        handles += of_panel
+        labels += texts
+    columns = max(1, min(4, _CHARACTERS // (8 + max(map(len, labels)))))
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=8.5,
+                  frameon=False)  # fmt: skip

@@ -135,9 +135,13 @@ def rows_per_forward(settings: Settings, length: int) -> int:
 def prepare(settings: Settings, tasks: Sequence[Task]) -> Plan:
     """Check the settings, choose texts and prompts; the weights are not touched."""
     _check(settings)
-    names = tuple(name for name in settings.methods if name != BEFORE)
-    given = (settings.factor, settings.options, settings.adapter, settings.force)
-    methods = checked_methods(names, *given)
+    methods = checked_methods(
+        tuple(name for name in settings.methods if name != BEFORE),
+        factor=settings.factor,
+        options=settings.options,
+        adapter=settings.adapter,
+        force=settings.force,
+    )
     parts = _parts(tasks, settings)
     embeds = any(task.embeds for task in parts)
     require_free(settings)
@@ -150,48 +154,53 @@ def prepare(settings: Settings, tasks: Sequence[Task]) -> Plan:
     asked = tuple(sorted(set(settings.lengths)))
     lengths = tuple(sorted({*asked, *(n for n in trained.values() if n < max(asked))}))
     notes = list(beyond(methods, lengths=asked, trained=trained, force=settings.force))
-    notes += [] if settings.url else saved_otherwise(configs)
-    frames = {
-        model: replace(
-            Frame.from_tokenizer(models.load_tokenizer(model), settings.chat), model=model
-        )
-        for model in settings.models
-    }
-
-    def questions(lengths: tuple[int, ...]) -> dict[tuple[str, str], Questions]:
-        return {
-            (model, task.name): task.questions(frame, lengths, settings.seed)
-            for model, frame in frames.items()
-            for task in parts
-        }
-
+    if not settings.url:
+        notes += saved_otherwise(configs)
+    frames = {model: _frame(model, settings) for model in settings.models}
     try:
-        chosen = questions(lengths)
+        chosen = _questions(frames, parts, lengths, seed=settings.seed)
     except RopeExtError as error:
         if lengths == asked:
             raise
         # The trained length was added by us: drop it if a prompt does not fit.
-        chosen = questions(asked)
         lengths = asked
+        chosen = _questions(frames, parts, lengths, seed=settings.seed)
         notes.append(f"the cost within the trained length is not measured ({error})")
-    notes += [note for built in chosen.values() for note in built.notes]
+    for questions in chosen.values():
+        notes += questions.notes
     identities = _identities(settings, configs, trained)
-    systems = tuple(_systems(settings, methods, configs, identities=identities))
+    systems = list(_systems(settings, methods, configs, identities=identities))
     if embeds:
-        systems = tuple(one for system in systems for one in _with_cut(system, max(lengths)))
+        systems = [one for system in systems for one in _with_cut(system, max(lengths))]
     prompted = any(task.kind == "rate" for task in parts) and not embeds
     chat = {model: frame.around is not None for model, frame in frames.items()} if prompted else {}
-    notes = tuple(dict.fromkeys(notes))
     return Plan(
         settings=settings,
         tasks=parts,
         lengths=lengths,
-        systems=systems,
+        systems=tuple(systems),
         questions=chosen,
         identities=identities,
-        notes=notes,
+        notes=tuple(dict.fromkeys(notes)),
         chat=chat,
     )
+
+
+def _frame(model: str, settings: Settings) -> Frame:
+    """Return how prompts of a model begin and end, with its tokenizer."""
+    frame = Frame.from_tokenizer(models.load_tokenizer(model), settings.chat)
+    return replace(frame, model=model)
+
+
+def _questions(
+    frames: Mapping[str, Frame], tasks: Sequence[Task], lengths: tuple[int, ...], seed: int
+) -> dict[tuple[str, str], Questions]:
+    """Choose texts and prompts of these lengths in tokens, by model and task."""
+    return {
+        (model, task.name): task.questions(frame, lengths, seed)
+        for model, frame in frames.items()
+        for task in tasks
+    }
 
 
 def _read(model: str, settings: Settings) -> tuple[Any, int]:

@@ -347,6 +347,7 @@ def _proposals(method: FrequencyMethod, scaled: list[RotarySite]) -> Iterator[En
 
 
 def _merged(config: Any, proposal: Entries, method: FrequencyMethod) -> dict[str, Any]:
+    """Return ``rope_parameters`` with the proposed entry of each site; its base and share stay."""
     merged = copy.deepcopy(getattr(config, "rope_parameters", None) or {})
     for site, entry in proposal.items():
         part = part_of(merged, site)

@@ -45,7 +45,7 @@ class Started:
     lengths: Tensor
     room: int  # number of tokens in the whole batch including padding, as counted by a cache
     begun: bool = True  # whether every row has a token
-    made: Tables = field(default_factory=dict)  # for these lengths
+    tables: Tables = field(default_factory=dict)  # for these lengths
 
 
 @dataclass(eq=False)
@@ -53,7 +53,7 @@ class Packed:
     """The documents of a forward that starts several in one row."""
 
     lengths: Tensor  # of every token's document, [rows, tokens]
-    made: Tables = field(default_factory=dict)  # for these lengths
+    tables: Tables = field(default_factory=dict)  # for these lengths
 
 
 @dataclass(eq=False)
@@ -205,17 +205,17 @@ class Sequences(context.Tracker):
         key = (site.name, site.layer_type, t.device, dtype)
         # Made even if this forward uses others: with the cache that stores them, later forwards of
         # its sequences reuse them, including graphs.
-        made = forward.started.made
-        if key not in made:
-            made[key] = self._table(
+        tables = forward.started.tables
+        if key not in tables:
+            tables[key] = self._table(
                 site, lengths=forward.started.lengths[:, None], device=t.device, dtype=dtype
             )
         packed = forward.packed
         if packed is None or packed.lengths.shape[1] != t.shape[-1]:
-            return made[key]
-        if key not in packed.made:
-            packed.made[key] = self._table(site, packed.lengths, t.device, dtype=dtype)
-        return packed.made[key]
+            return tables[key]
+        if key not in packed.tables:
+            packed.tables[key] = self._table(site, packed.lengths, t.device, dtype=dtype)
+        return packed.tables[key]
 
     def _table(
         self, site: RotarySite, lengths: Tensor, device: torch.device, dtype: torch.dtype
@@ -236,6 +236,7 @@ class Sequences(context.Tracker):
         return inv_freq, method.attention_scaling_at(site.rope, lengths) * site.scaling
 
     def trace(self, given: dict[str, Any]) -> SequenceForward | None:
+        """Return a forward whose lengths are tensors; None if some number has to be read for it."""
         if context.is_exporting():
             return None
         rows, tokens = context.shape_of(given)
@@ -266,6 +267,7 @@ class Sequences(context.Tracker):
 
     @context.run_eagerly()
     def start(self, given: dict[str, Any]) -> None:
+        """Put a forward on the stack; raises where sequences cannot be told apart."""
         name = self.method.name
         context.refuse_sharded(name, "use a fixed frequency method such as 'yarn'")
         context.refuse_presses(

@@ -368,18 +368,56 @@ def _require_in_use(decoder: nn.Module) -> None:
         )
 
 
-def _site(
-    decoder: nn.Module, name: str, module: nn.Module, layer_type: str | None, length: int | None
-) -> RotarySite:
-    config = getattr(module, "config", None) or text_config(decoder)
-    prefix = f"{layer_type}_" if layer_type else ""
+def _rope_type(decoder: nn.Module, name: str, module: nn.Module, layer_type: str | None) -> str:
+    """Return the rope_type of a rotary module for a layer type, or its only one."""
     rope_type = getattr(module, "rope_type", "default")
-    if isinstance(rope_type, dict) and layer_type not in rope_type:  # Evolla's encoder of proteins
+    if not isinstance(rope_type, dict):
+        return str(rope_type)
+    if layer_type not in rope_type:  # Evolla's encoder of proteins
         raise UnsupportedModelError(
             f"{type(decoder).__name__}: its rotary module {name} ({type(module).__name__}) names "
             f"no rope_type, so it may not be the language model's; patch a model without it"
         )
-    rope_type = rope_type[layer_type] if isinstance(rope_type, dict) else str(rope_type)
+    return rope_type[layer_type]
+
+
+def _refuse_points(decoder: nn.Module, config: Any, length: int | None) -> None:
+    """Raise UnsupportedModelError if the configured length counts points of a time series."""
+    patch = getattr(config, "patch_length", None)
+    if patch:  # TimesFM reads patches of so many points of a series as one token
+        raise UnsupportedModelError(
+            f"{type(decoder).__name__}: its configuration gives its length as {length} points, and "
+            f"{patch} of them (patch_length) are one token; pass original_max_position_embeddings="
+            f"{(length or 0) // patch} for these, and forecast_context_len=POINTS in calls, which "
+            f"else cut their input"
+        )
+
+
+def _require_tokens(decoder: nn.Module, length: int | None) -> int:
+    """Return the trained length in tokens; raises if it is not known or cannot be extended."""
+    if length is None:
+        raise UnsupportedModelError(
+            f"{type(decoder).__name__}: its configuration has no max_position_embeddings, so the "
+            f"trained length is unknown; pass original_max_position_embeddings=TOKENS"
+        )
+    if not 2 <= length <= MOST_TOKENS:
+        raise UnsupportedModelError(
+            f"{type(decoder).__name__}: a trained length of {length} tokens cannot be extended, "
+            f"only one of 2 to {MOST_TOKENS}; pass original_max_position_embeddings=TOKENS"
+        )
+    return length
+
+
+def _site(
+    decoder: nn.Module, name: str, module: nn.Module, layer_type: str | None, length: int | None
+) -> RotarySite:
+    """Read the frequencies that a rotary module uses for one layer type, and prove that it does.
+
+    ``length`` is the trained length in tokens; None: that of the configuration.
+    """
+    config = getattr(module, "config", None) or text_config(decoder)
+    prefix = f"{layer_type}_" if layer_type else ""
+    rope_type = _rope_type(decoder, name, module, layer_type=layer_type)
     buffer = module.get_buffer(f"{prefix}inv_freq").detach()
     loaded = _loaded(decoder, module, name=f"{prefix}inv_freq", moving=rope_type in _MOVING)
     if not len(loaded):
@@ -389,15 +427,9 @@ def _site(
         )
     columns = prove(decoder, module, layer_type, pairs=len(loaded))
     given = length is not None
-    length = trained_length(config) if length is None else length
-    patch = getattr(config, "patch_length", None)
-    if patch and not given:  # TimesFM reads patches of so many points of a series as one token
-        raise UnsupportedModelError(
-            f"{type(decoder).__name__}: its configuration gives its length as {length} points, and "
-            f"{patch} of them (patch_length) are one token; pass original_max_position_embeddings="
-            f"{(length or 0) // patch} for these, and forecast_context_len=POINTS in calls, which "
-            f"else cut their input"
-        )
+    if not given:
+        length = trained_length(config)
+        _refuse_points(decoder, config, length)
     settings = rope_settings(config, layer_type)
     changed = None
     if getattr(config, FIELD, None) is None:  # else the record has the trained length
@@ -412,16 +444,7 @@ def _site(
         )
         settings, changed = found.settings(settings)
         length = settings.target if changed and not given else length
-    if length is None:
-        raise UnsupportedModelError(
-            f"{type(decoder).__name__}: its configuration has no max_position_embeddings, so the "
-            f"trained length is unknown; pass original_max_position_embeddings=TOKENS"
-        )
-    if not 2 <= length <= MOST_TOKENS:
-        raise UnsupportedModelError(
-            f"{type(decoder).__name__}: a trained length of {length} tokens cannot be extended, "
-            f"only one of 2 to {MOST_TOKENS}; pass original_max_position_embeddings=TOKENS"
-        )
+    length = _require_tokens(decoder, length)
     bakes = settings.parameters.get("mscale_all_dim") and settings.rope_type in METHODS
     base = _base(decoder, settings.parameters.get("rope_theta"), loaded)
     theta = torch.where(loaded > 0, geometric(base, 2 * len(loaded)), 0.0)

@@ -60,8 +60,9 @@ def _read_config(model: str, gguf_file: str | None = None) -> Any:
 
 def load_tokenizer(model: str) -> Any:
     def load(*place: Any, **options: Any) -> tuple[Any, bool]:
-        made = AutoTokenizer.from_pretrained(*place, **options)
-        return made, bool(made("a", verbose=False)["input_ids"])  # it may also fail in use
+        tokenizer = AutoTokenizer.from_pretrained(*place, **options)
+        used = tokenizer("a", verbose=False)["input_ids"]  # it may also fail in use
+        return tokenizer, bool(used)
 
     tokenizer, used = _load("tokenizer", load, model)
     if not used:  # transformers builds one without files

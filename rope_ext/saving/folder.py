@@ -67,6 +67,7 @@ def read_saved(given: Given) -> Saved:
             place = read_adapter(str(path)).get("base_model_name_or_path", "")
         if path.is_file() and not place:
             raise MeasureError(f"{path} does not name its base model; pass the base model instead")
+        # The folder of an adapter has no configuration of a model; its base has.
         config = load_config(place)
     record = sidecar.record if sidecar else record_within(config)
     if record is not None:
@@ -202,6 +203,7 @@ def _from_parameters(config: Any, sites: list[RotarySite]) -> nn.Module | None:
             patch(model, method, sliding_layers=sliding)
     except (RopeExtError, RuntimeError, TypeError, KeyError):
         return None
+    # What transformers builds from the configuration decides whether this method is right.
     state = not_none(current_patch(model))
     if not same(saved_frequencies(state.sites, state, start=True), saved_frequencies(sites)):
         return None

@@ -188,7 +188,6 @@ def _load(
     Returns the model, the record and the configuration as saved.
     """
     config = copy.deepcopy(kwargs.get("config"))
-    gguf_file = kwargs.get("gguf_file")
     given = isinstance(config, PreTrainedConfig)
     if not given:
         config = _config(config or path, path, kwargs)
@@ -198,28 +197,32 @@ def _load(
     as_saved = config
     if record is not None:
         config = record.restored(config)  # before rotary modules are built from it
+    gguf_file = kwargs.get("gguf_file")
     if record is not None or gguf_file is not None:
         kwargs = {**kwargs, "config": config}
-        names = kwargs.keys() - {"dtype", "torch_dtype", "quantization_config"}
-        for name in () if given else names:  # as transformers would change the configuration
-            if not isinstance(getattr(config, name, config), PreTrainedConfig):
-                setattr(config, name, kwargs.pop(name))
+        if not given:
+            _move_fields(kwargs, config)
     elif kwargs.get("config") is not None and found is None:
-        saved = PreTrainedConfig.get_config_dict(path, **hub.of_hub(kwargs))[0]
-        if any(FIELD in part for part in (saved, *saved.values()) if isinstance(part, dict)):
-            raise RecordError(
-                f"{path} was saved under a patch that config= does not record; leave config= out, "
-                f"or modify the configuration that AutoConfig loads from {path}"
-            )
+        _refuse_unrecorded(path, kwargs)
     if gguf_file is not None:
         gguf_source.require_readable(path, gguf_file, **hub.of_hub(kwargs))
+    expecting = nullcontext() if record is None else _expecting_learned()
+    with _missing_record(where), hub.loading("weights", path), expecting:
+        if wrapped and record is not None and embedders.saved_by_them(path):
+            loaded = embedders.load_unpatched(path, config, kwargs)
+        else:
+            loaded = _class(config, class_name).from_pretrained(path, **kwargs)
+    if gguf_file is not None:
+        model = loaded[0] if isinstance(loaded, tuple) else loaded  # with loading info
+        gguf_source.adopt(model, gguf_source.joined(path, gguf_file))
+    return loaded, record, as_saved
+
+
+@contextmanager
+def _missing_record(where: str) -> Iterator[None]:
+    """Say so where transformers refuses what only a patched model's configuration has."""
     try:
-        expecting = nullcontext() if record is None else _expecting_learned()
-        with hub.loading("weights", path), expecting:
-            if wrapped and record is not None and embedders.saved_by_them(path):
-                loaded = embedders.load_unpatched(path, config, kwargs)
-            else:
-                loaded = _class(config, class_name).from_pretrained(path, **kwargs)
+        yield
     except LoadError as error:
         if CURE not in str(error.__cause__):
             raise
@@ -227,10 +230,28 @@ def _load(
             f"{where} belongs to a patched model, but its record is missing or does not restore "
             f"the original configuration; load the original model and patch it again"
         ) from error
-    if gguf_file is not None:
-        model = loaded[0] if isinstance(loaded, tuple) else loaded  # with loading info
-        gguf_source.adopt(model, gguf_source.joined(path, gguf_file))
-    return loaded, record, as_saved
+
+
+def _move_fields(kwargs: dict[str, Any], config: PreTrainedConfig) -> None:
+    """Move the arguments that are fields of the configuration into it, as transformers would.
+
+    It does so only for a configuration that it loads itself.
+    """
+    for name in kwargs.keys() - {"dtype", "torch_dtype", "quantization_config"}:
+        # An argument that is no field, or a nested configuration, stays an argument.
+        if not isinstance(getattr(config, name, config), PreTrainedConfig):
+            setattr(config, name, kwargs.pop(name))
+
+
+def _refuse_unrecorded(path: str, kwargs: Mapping[str, Any]) -> None:
+    """Raise RecordError if the model in ``path`` has a record, and the given config= has none."""
+    saved = PreTrainedConfig.get_config_dict(path, **hub.of_hub(kwargs))[0]
+    parts = (part for part in (saved, *saved.values()) if isinstance(part, dict))
+    if any(FIELD in part for part in parts):
+        raise RecordError(
+            f"{path} was saved under a patch that config= does not record; leave config= out, "
+            f"or modify the configuration that AutoConfig loads from {path}"
+        )
 
 
 def _config(place: str, path: str, kwargs: Mapping[str, Any]) -> Any:
@@ -424,6 +445,7 @@ def _stored(
     before_ending = "" if variant is None else f".{variant}"
     names = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
     single, index = (re.sub(r"(\.\w+)$", rf"{before_ending}\1", name) for name in names)
+    # A model saved in one file has no index; with an index, the single file does not exist.
     files = {single}
     index = hub.find(path, index, **where)
     if index is not None:
@@ -511,6 +533,7 @@ def read_sidecar(directory: str, **kwargs: Any) -> Sidecar | None:
         data = _read_json(path)
         record = Record.from_json(data, path)
         parts = (data["before"], data["after"])
+        # NaN is not even equal to itself.
         if not all(same(part, part) for part in parts):
             raise ValueError("frequencies that are not numbers")
         return Sidecar(record, *parts)
@@ -576,6 +599,7 @@ def load_adapter(model: nn.Module, directory: str | PathLike[str], **kwargs: Any
         file = hub.find(str(directory), "adapter_config.json", **hub.of_hub(kwargs))
         if file is not None:
             read_adapter(file)  # checks sizes, which PEFT builds before it reads the weights
+        # PEFT accepts an adapter without them; their initial values would then be used.
         if wanted := learned.learned(text_root(model)):
             _found_in(tensors_of_adapter(str(directory), hub.of_hub(kwargs)), wanted)
         return peft.PeftModel.from_pretrained(model, directory, **kwargs)
@@ -584,6 +608,7 @@ def load_adapter(model: nn.Module, directory: str | PathLike[str], **kwargs: Any
 @contextmanager
 def _untouched_on_error(model: nn.Module) -> Iterator[None]:
     """Undo the changes of a partially loaded adapter if loading fails."""
+    # PEFT replaces layers in the dict of their parent, so this dict has to be a copy.
     before = [(m, {**vars(m), "_modules": dict(m._modules)}) for m in model.modules()]
     trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:

@@ -209,6 +209,7 @@ class Log:
                 replace_file(self.path, self.header)
                 return
             with self.path.open("rb+") as file:
+                # A line without an end was cut by a crash, and would damage the next one.
                 file.truncate(file.read().rfind(b"\n") + 1)
 
     def add(self, line: bytes) -> None:

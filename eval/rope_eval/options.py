@@ -86,9 +86,9 @@ def command_options(*classes: type, without: Sequence[str] = ()) -> Callable[[F]
                 added.setdefault(field.name, _typer_parameter(cls, field))
         signature = inspect.signature(command, eval_str=True)
         own = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
-        made: Any = command  # functions have no such attribute for type checkers
-        made.__signature__ = signature.replace(parameters=[*own, *added.values()])
-        made.__annotations__ = {one.name: one.annotation for one in (*own, *added.values())}
+        function: Any = command  # functions have no such attribute for type checkers
+        function.__signature__ = signature.replace(parameters=[*own, *added.values()])
+        function.__annotations__ = {one.name: one.annotation for one in (*own, *added.values())}
         return command
 
     return decorate
@@ -114,7 +114,8 @@ def read_options(cls: type, typed: Mapping[str, Any]) -> dict[str, Any]:
     """Parse the typed options of ``cls`` from the command line, by field name."""
     values = {}
     for field in option_fields(cls):
-        value, read = typed.get(field.name), field.metadata["read"] or (lambda value: value)
+        value = typed.get(field.name)
+        read = field.metadata["read"] or (lambda value: value)
         if value is None or value is False or value in ([], ()):
             continue
         if read in (parse_length, parse_lengths):  # its errors name the option

@@ -31,6 +31,7 @@ def attend(
     sliding_window: int | None = None,
     **more: Any,
 ) -> tuple[torch.Tensor, None]:
+    """Compute attention with a window in blocks of queries, each on the keys that it can see."""
     count = query.shape[2]
     if not sliding_window or attention_mask is None or count != key.shape[2]:
         return _NATIVE(module, query, key, value, attention_mask, *args, **more)

@@ -118,6 +118,8 @@ def longest(
         if high is not None and (guess >= high or turn > 8):
             guess = (low + high) // 2 if turn > 8 else high - 1
         turn += 1
+        # The number of tokens of a part is a guess from the last attempt: first by it, then by
+        # halves.
         tried = build(guess)
         if guess - low >= 32 and len(tried) <= len(ids):
             break  # more parts, same tokens

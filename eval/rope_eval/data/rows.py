@@ -102,6 +102,7 @@ def read_rows(source: str, option: str, most: int | None = None) -> list[Row]:
 
 
 def _json(path: Path, option: str) -> list[Any]:
+    """Read a JSON list, or a file of JSON lines; errors name the line and ``option``."""
     where = str(path)
     try:
         content = path.read_text(encoding="utf-8-sig")

@@ -211,8 +211,8 @@ def _answer(function: Callable[..., Any], question: bytes) -> tuple[bytes, bytes
     """Return the kind of an answer, and what the function returns or raises."""
     try:
         given, options = pickle.loads(question)  # of our own process
-        made = function(*given, **options)
-        text = json.dumps(made, ensure_ascii=False, separators=(",", ":"))
+        result = function(*given, **options)
+        text = json.dumps(result, ensure_ascii=False, separators=(",", ":"))
         return _DONE, text.encode(errors="surrogatepass")
     except MemoryError:
         return _TOO_LARGE, b""

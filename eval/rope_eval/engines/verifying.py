@@ -28,6 +28,7 @@ from typing_extensions import Self
 from rope_eval.engines import llama_server
 from rope_eval.engines.gguf_miniature import write_model
 from rope_eval.server import Client, Completion, RequestError, shown_url
+from rope_ext.config.nested import text_of
 from rope_ext.engines import export
 from rope_ext.engines.base import ENGINES, Refusal, Scaling, miniatures, refuse_unproven
 from rope_ext.engines.configs import PLUGIN_METHODS
@@ -107,7 +108,9 @@ class Verification:
     @property
     def exit_code(self) -> int:
         """0 if the engine computes the patch, 1 if it does not, 3 if the result is inconclusive."""
-        return 0 if self.passed else 3 if PATCHED in self.candidates else 1
+        if self.passed:
+            return 0
+        return 3 if PATCHED in self.candidates else 1
 
     def to_json(self) -> str:
         """Return all fields as JSON."""
@@ -171,7 +174,7 @@ class Miniature:
         Without ``method``, it uses the configuration's scaling or patch; ``options`` are
         those of :func:`rope_ext.patch`. Raises RopeExtError if the family is not supported.
         """
-        text = config.get_text_config(decoder=True)
+        text = text_of(config)
         target = None
         as_saved = method is None
         if text.model_type not in miniatures():
@@ -262,14 +265,14 @@ class Miniature:
         return rows
 
     def _mistakes(
-        self, made: Scaling, factor_error: float
+        self, scaled: Scaling, factor_error: float
     ) -> Iterator[tuple[str, torch.Tensor, float]]:
         """Yield known mistakes of engines: name, frequencies and scaling; some may be equal."""
-        rope = made.rope
-        right = made.inv_freq
-        number = made.scaling
+        rope = scaled.rope
+        right = scaled.inv_freq
+        number = scaled.scaling
         method = cast(FrequencyMethod, self.state.method)
-        factor = made.target / rope.length
+        factor = scaled.target / rope.length
         usual = yarn_factor(factor)
         short = getattr(method, "short_factor", None)
         yield "unextended", rope.inv_freq, 1.0
@@ -298,6 +301,17 @@ def _small(config: Any) -> PreTrainedModel:
 
     It has the head size and RoPE of ``config``, and a few MB.
     """
+    config = _small_config(config)
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config).float().eval()
+        _draw(model, dim)
+    return model
+
+
+def _small_config(config: Any) -> Any:
+    """Return a copy of a configuration for two narrow layers with the same heads and RoPE."""
     config = copy.deepcopy(config)
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     latent = getattr(config, "kv_lora_rank", None)  # latent attention has no grouped keys
@@ -315,23 +329,24 @@ def _small(config: Any) -> PreTrainedModel:
             keys[name] = getattr(config, name)[:2]
     for name, value in (_SMALL | keys | there).items():
         setattr(config, name, value)
+    return config
+
+
+def _draw(model: nn.Module, dim: int) -> None:
+    """Change initial weights so that attention depends on every distance; ``dim`` of a head."""
     spread = math.sqrt(_PEAK / math.sqrt(dim))  # standard deviation of queries and keys
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config).float().eval()
-        for name, parameter in model.named_parameters():
-            looks = _LOOKS.search(name) is not None
-            if name == "model.norm.weight":
-                parameter.fill_(2.0)  # keeps every token probable enough for an exact logarithm
-            elif parameter.ndim == 1 and "norm" in name:
-                parameter.fill_(spread if looks else 1.0)
-            elif parameter.ndim == 1:
-                parameter.normal_(std=0.5)
-            elif looks:
-                parameter *= spread
-            if "qkv_proj" in name:  # the values follow two query heads and one key head
-                parameter[3 * dim :] /= spread
-    return model
+    for name, parameter in model.named_parameters():
+        looks = _LOOKS.search(name) is not None
+        if name == "model.norm.weight":
+            parameter.fill_(2.0)  # keeps every token probable enough for an exact logarithm
+        elif parameter.ndim == 1 and "norm" in name:
+            parameter.fill_(spread if looks else 1.0)
+        elif parameter.ndim == 1:
+            parameter.normal_(std=0.5)
+        elif looks:
+            parameter *= spread
+        if "qkv_proj" in name:  # the values follow two query heads and one key head
+            parameter[3 * dim :] /= spread
 
 
 @torch.no_grad()
@@ -366,12 +381,12 @@ def verify(
     if tolerance is None:
         rounded = log_probs_of(miniature.under(torch.bfloat16), prompts) - rows[PATCHED]
         tolerance = max(TOLERANCE, _ROUNDED * float(rounded.square().mean().sqrt()))
-    judged = judge(got, rows, tolerance)
+    verdict, candidates, differences = judge(got, rows, tolerance)
     count = float(returned.mean())
     sizes = [*map(len, prompts)]
     notes = []
     lengths = tuple(size for size in sizes if size + 1 not in sizes)
-    if judged[0] == "cannot tell":
+    if verdict == "cannot tell":
         notes.append(
             f"serve the miniature in float32 (vLLM, SGLang: --dtype float32) and set --tolerance "
             f"{TOLERANCE:g}, make the server return more than {count:.0f} log-probabilities, "
@@ -383,7 +398,17 @@ def verify(
             f"no prompt is longer than the trained {trained} tokens; give --length "
             f"{miniature.beyond}"
         )
-    return Verification(engine, *judged, lengths, count, tolerance, beyond, tuple(notes))
+    return Verification(
+        engine=engine,
+        verdict=verdict,
+        candidates=candidates,
+        differences=differences,
+        lengths=lengths,
+        returned=count,
+        tolerance=tolerance,
+        beyond=beyond,
+        notes=tuple(notes),
+    )
 
 
 def write(miniature: Miniature, folder: Path) -> tuple[dict[str, str], list[str]]:
@@ -408,9 +433,9 @@ def write(miniature: Miniature, folder: Path) -> tuple[dict[str, str], list[str]
             if inside:
                 write_model(miniature.plain, folder / "MODEL.gguf")
             where = folder.absolute() if inside else folder
-            made = export(where if whole else miniature.model, engine)
+            exported = export(where if whole else miniature.model, engine)
             enter = f"cd {shell_word(str(folder))} && " if inside else ""
-            commands[engine] = enter + made.command
+            commands[engine] = enter + exported.command
         except ExportError as error:
             refusals.append(str(error))
     return commands, refusals
@@ -418,8 +443,8 @@ def write(miniature: Miniature, folder: Path) -> tuple[dict[str, str], list[str]
 
 def tiny_tokenizer() -> FastTokenizer:
     """Build a tokenizer with tokens ``t3``, ``t4``, ..., whose names contain their IDs."""
-    unknown, begin, end = special = ("<unk>", "<s>", "</s>")
-    names = [*special, *(f"t{i}" for i in range(3, _VOCABULARY))]
+    unknown, begin, end = ("<unk>", "<s>", "</s>")
+    names = [unknown, begin, end, *(f"t{i}" for i in range(3, _VOCABULARY))]
     words = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unknown))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return FastTokenizer(

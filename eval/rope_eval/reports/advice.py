@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rope_eval.options import option_fields
-from rope_eval.reports.recommendation import MAX_COST, Evidence, Recommendation, gather
+from rope_eval.reports.recommendation import MAX_COST, Evidence, Recommendation, Scores, gather
 from rope_eval.reports.results import Results
 from rope_eval.systems import System, built, under
 from rope_eval.tasks.passkey import Passkey
@@ -106,32 +106,39 @@ class Advice(Results):
         scores = gather(self.places, self._embeds or ("passkey",))
         advice = []
         for model in settings.models:
-            ours = [s for s in self.plan.systems if s.model == model]
+            ours = [system for system in self.plan.systems if system.model == model]
             if len(ours) > 1:
-                table = {s.label: scores[s.name] for s in ours}
-                if self._embeds:
-                    found = Recommendation(table, ours[0].trained, things="questions")
-                else:
-                    patched = [system for system in ours if system.method != UNPATCHED]
-                    engines = engines_of(patched, (settings.compose, settings.trained_length))
-                    found = Recommendation(table, ours[0].trained, engines)
-                bullets = found.bullets
-                larger = self._larger_factor(ours)
-                if found.broken:
-                    words = command_words("describe", model)  # no method repairs broken weights
-                elif larger is not None:
-                    longest = max(settings.lengths)
-                    bullets.append(
-                        f"{longest} tokens are beyond factor {settings.factor:g}: raise --factor "
-                        f"to {larger:g}."
-                    )
-                    words = self._comparing(model, settings.lengths, "raised", factor=larger)
-                elif self._embeds:
-                    words = self._next_of_embedder(ours, found.choice)
-                else:
-                    words = self._next(model, ours[0].trained, found.choice)
+                bullets, words = self._advice_for(ours, scores)
                 advice.append(([_of(ours[0], bullet) for bullet in bullets], words))
         return advice
+
+    def _advice_for(
+        self, ours: Sequence[System], scores: Mapping[str, Scores]
+    ) -> tuple[list[str], Words]:
+        """Return sentences about one model, of its systems, and the next command."""
+        settings = self.plan.settings
+        model = ours[0].model
+        trained = ours[0].trained
+        table = {system.label: scores[system.name] for system in ours}
+        if self._embeds:
+            found = Recommendation(table, trained, things="questions")
+        else:
+            patched = [system for system in ours if system.method != UNPATCHED]
+            engines = engines_of(patched, (settings.compose, settings.trained_length))
+            found = Recommendation(table, trained, engines)
+        bullets = found.bullets
+        larger = self._larger_factor(ours)
+        if found.broken:  # no method repairs broken weights
+            return bullets, command_words("describe", model)
+        if larger is not None:
+            bullets.append(
+                f"{max(settings.lengths)} tokens are beyond factor {settings.factor:g}: raise "
+                f"--factor to {larger:g}."
+            )
+            return bullets, self._comparing(model, settings.lengths, "raised", factor=larger)
+        if self._embeds:
+            return bullets, self._next_of_embedder(ours, found.choice)
+        return bullets, self._next(model, trained, found.choice)
 
     def _larger_factor(self, systems: Sequence[System]) -> float | None:
         """Return the factor that reaches the longest length, if it is larger than the one given.

@@ -208,9 +208,9 @@ class Calibration:
         with calibration_in(path) as data:
             given = {field.name: data[field.name] for field in fields(cls)}
             choices = tuple(map(_choice, given["choices"]))
-            made = cls(**{**given, "choices": choices, "notes": tuple(given["notes"])})
-            str(made)  # check that numbers are numbers
-            return made
+            read = cls(**{**given, "choices": choices, "notes": tuple(given["notes"])})
+            str(read)  # check that numbers are numbers
+            return read
 
 
 def _choice(data: Mapping[str, Any]) -> Choice:

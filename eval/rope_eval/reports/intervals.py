@@ -125,12 +125,14 @@ def paired_ends(
     """Return low and high ends ``[...]`` of many intervals, as in :func:`paired_rates`."""
     one, other = (np.asarray(values, dtype=np.float64) for values in (one, other))
     gaps = one - other
+    # Agresti and Min: one more trial in favour of each.
     count = gaps.shape[-1] + 2
     centre = gaps.sum(-1) / count
     spread = ((gaps**2).sum(-1) + 2) / count - centre**2
     half = _student(count - 1, confidence) * np.sqrt(spread / (count - 1))
     low, high = np.maximum(centre - half, -1), np.minimum(centre + half, 1)
     whole = ((one % 1 == 0) & (other % 1 == 0)).all(-1)
+    # For answers that are only right or wrong, the exact test has the last word.
     doubtful = whole & (mcnemar((gaps > 0).sum(-1), (gaps < 0).sum(-1)) > 1 - confidence)
     low = np.where(doubtful, np.minimum(low, 0), low)
     return low, np.where(doubtful, np.maximum(high, 0), high)

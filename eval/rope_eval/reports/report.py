@@ -8,7 +8,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -235,26 +235,28 @@ class Report(Advice):
         """Yield (task or suite, name, PNG) of every plot."""
         trained = {system.name: system.trained for system in self.plan.systems}
         rates = {}
-        draw = figures.draw_lines
+        draw_losses = partial(figures.draw_lines, kind="loss")
+        draw_rates = partial(figures.draw_lines, kind="rate")
         for task in self.plan.tasks:
             title = f"{self._names}: {task.name}"
             part = {p[1:]: e for p, e in self.estimates.items() if p[0] == task.name}
             if task.kind == "rate":
                 rates[task.name] = part
                 if bins := {p[1:]: e for p, e in self.by_depth.items() if p[0] == task.name}:
-                    png = _png(figures.draw_depths, bins, trained, f"{title}, % found")
-                    yield task.name, task.name, png
+                    draw_depths = partial(figures.draw_depths, title=f"{title}, % found")
+                    yield task.name, task.name, _png(draw_depths, bins, trained)
                 continue
             panels = {f"{title} by length": part}
-            yield task.name, task.name, _png(draw, panels, "loss", trained)
+            yield task.name, task.name, _png(draw_losses, panels, trained)
         if rates:
             where = next(iter([*self.suites, *rates]))
-            yield where, "rates", _png(draw, rates, "rate", trained)
+            yield where, "rates", _png(draw_rates, rates, trained)
 
 
-def _png(draw: Callable[..., None], *given: Any) -> bytes:
+def _png(draw: Callable[..., None], estimates: Mapping, trained: Mapping[str, int]) -> bytes:
+    """Return what ``draw`` saves to a file, of estimates and of trained lengths by system."""
     file = io.BytesIO()
-    draw(file, *given)
+    draw(file, estimates, trained=trained)
     return file.getvalue()
 
 

@@ -57,13 +57,13 @@ class Results:
     @cached_property
     def estimates(self) -> dict[tuple[str, str, int], Estimate]:
         """Estimates by (task, system, length)."""
-        return {
-            place: estimate(self.places[place], task.kind)
-            for task in self.plan.tasks
-            for system in self.plan.systems
-            for length in self.plan.lengths
-            for place in [(task.name, system.name, length)]
-        }
+        estimates = {}
+        for task in self.plan.tasks:
+            for system in self.plan.systems:
+                for length in self.plan.lengths:
+                    place = (task.name, system.name, length)
+                    estimates[place] = estimate(self.places[place], task.kind)
+        return estimates
 
     @cached_property
     def by_depth(self) -> dict[tuple[str, str, int, int | None], Estimate]:
@@ -145,12 +145,12 @@ class Results:
     @cached_property
     def trainings(self) -> list[tuple[System, System]]:
         """The systems before and after training an adapter, for each model measured so."""
+        trained = [system for system in self.plan.systems if system.adapted]
         return [
             (before, after)
             for before in self.plan.systems
-            for after in self.plan.systems
-            if after.adapted and not before.adapted
-            if (before.model, before.method) == (after.model, after.method)
+            for after in trained
+            if not before.adapted and (before.model, before.method) == (after.model, after.method)
         ]
 
     def training(self, before: System, after: System) -> str:

@@ -64,6 +64,7 @@ def by_document(outcomes: Sequence[Outcome]) -> tuple[list[float], list[int]]:
     losses: dict[int, float] = defaultdict(float)
     tokens: dict[int, int] = defaultdict(int)
     for outcome in outcomes:
+        # Weighted by tokens: the mean of means of windows is not the mean over tokens.
         losses[outcome.group] += outcome.value * outcome.tokens
         tokens[outcome.group] += outcome.tokens
     return [losses[group] / tokens[group] for group in losses], list(tokens.values())
@@ -92,6 +93,7 @@ def loss_difference(
     if not all(map(math.isfinite, (*one, *other))):
         return None
     gaps = [x - y for x, y in zip(one, other, strict=True)]
+    # A difference of losses is the logarithm of the ratio of perplexities.
     value = perplexity(weighted_mean(gaps, weights)) - 1
     ends = mean_interval(gaps, weights, confidence)
     ends = ends and [perplexity(end) - 1 for end in ends]

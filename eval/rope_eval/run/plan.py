@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -86,6 +86,7 @@ class Plan:
         """Return the forwards of ``system``, longest first; rows of a batch are similar."""
         groups: dict[tuple, list[Case]] = {}
         for case in sorted(self.cases(system), key=lambda case: (-case.length, -case.tokens)):
+            # Rows that are generated together write up to the same number of tokens.
             written = case.count if case.mode == "write" else None
             groups.setdefault((case.length, case.task, case.mode, written), []).append(case)
         batches = []
@@ -110,6 +111,7 @@ class Plan:
         return [
             batch
             for batch in self.batches(system)
+            # The whole batch: how rows are put together changes rounding, and so what is measured.
             if any(system.key(case) not in self.stored for case in batch)
         ]
 
@@ -152,22 +154,13 @@ def prepare(settings: Settings, tasks: Sequence[Task]) -> Plan:
     if not embeds and not settings.url:
         _refuse_embedders(configs)
     asked = tuple(sorted(set(settings.lengths)))
-    lengths = tuple(sorted({*asked, *(n for n in trained.values() if n < max(asked))}))
     notes = list(beyond(methods, lengths=asked, trained=trained, force=settings.force))
     if not settings.url:
         notes += saved_otherwise(configs)
     frames = {model: _frame(model, settings) for model in settings.models}
-    try:
-        chosen = _questions(frames, parts, lengths, seed=settings.seed)
-    except RopeExtError as error:
-        if lengths == asked:
-            raise
-        # The trained length was added by us: drop it if a prompt does not fit.
-        lengths = asked
-        chosen = _questions(frames, parts, lengths, seed=settings.seed)
-        notes.append(f"the cost within the trained length is not measured ({error})")
-    for questions in chosen.values():
-        notes += questions.notes
+    chosen = _chosen(frames, parts, asked, trained=trained.values(), seed=settings.seed)
+    lengths = chosen.lengths
+    notes += chosen.notes
     identities = _identities(settings, configs, trained)
     systems = list(_systems(settings, methods, configs, identities=identities))
     if embeds:
@@ -179,7 +172,7 @@ def prepare(settings: Settings, tasks: Sequence[Task]) -> Plan:
         tasks=parts,
         lengths=lengths,
         systems=tuple(systems),
-        questions=chosen,
+        questions=chosen.questions,
         identities=identities,
         notes=tuple(dict.fromkeys(notes)),
         chat=chat,
@@ -190,6 +183,38 @@ def _frame(model: str, settings: Settings) -> Frame:
     """Return how prompts of a model begin and end, with its tokenizer."""
     frame = Frame.from_tokenizer(models.load_tokenizer(model), settings.chat)
     return replace(frame, model=model)
+
+
+class _Chosen(NamedTuple):
+    """Texts and prompts by model and task, their lengths in tokens, and notes about them."""
+
+    questions: dict[tuple[str, str], Questions]
+    lengths: tuple[int, ...]
+    notes: list[str]
+
+
+def _chosen(
+    frames: Mapping[str, Frame],
+    tasks: Sequence[Task],
+    asked: tuple[int, ...],
+    trained: Iterable[int],
+    seed: int,
+) -> _Chosen:
+    """Choose texts and prompts of the lengths asked for, and of shorter trained lengths."""
+    lengths = tuple(sorted({*asked, *(length for length in trained if length < max(asked))}))
+    notes = []
+    try:
+        questions = _questions(frames, tasks, lengths, seed=seed)
+    except RopeExtError as error:
+        if lengths == asked:
+            raise
+        # The trained length was added by us: drop it if a prompt does not fit.
+        lengths = asked
+        questions = _questions(frames, tasks, lengths, seed=seed)
+        notes.append(f"the cost within the trained length is not measured ({error})")
+    for one in questions.values():
+        notes += one.notes
+    return _Chosen(questions, lengths, notes)
 
 
 def _questions(
@@ -246,6 +271,7 @@ def _check(settings: Settings) -> None:
 
 
 def _parts(tasks: Sequence[Task], settings: Settings) -> tuple[Task, ...]:
+    """Return the parts of all tasks; raises OptionError for tasks that exclude each other."""
     parts = tuple(part for task in tasks for part in task.parts(settings))
     names = [task.name for task in parts]
     twice = [name for name in names if names.count(name) > 1]
@@ -311,7 +337,9 @@ def _systems(
         )
     shorts = list(map(short_name, settings.models))
     for model, short in zip([] if settings.servers else settings.models, shorts, strict=False):
-        first = f"{short if shorts.count(short) == 1 else model} " if len(shorts) > 1 else ""
+        first = ""
+        if len(shorts) > 1:  # by the last part of its path, if no other model has the same
+            first = f"{short if shorts.count(short) == 1 else model} "
         for method, options, adapted, stage in _rows(settings, methods):
             identity = dict(identities[model])
             if not adapted:

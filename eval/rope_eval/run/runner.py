@@ -81,6 +81,7 @@ class Ranks:
         )
 
     def share(self, batches: Sequence[Any]) -> list[Any]:
+        # Interleaved: the longest come first, and every process gets some of them.
         return list(batches[self.rank :: self.count])
 
 
@@ -124,26 +125,19 @@ def _measure(
     log = case_log(settings.output / log_name(ranks.rank))
     log.open()
 
-    def note(outcomes: Iterable[Outcome]) -> None:
+    def record(outcomes: Iterable[Outcome]) -> None:
         for outcome in outcomes:
             if outcome.key not in done:
                 log.add(outcome.to_line())
                 done[outcome.key] = outcome
 
+    # Systems of a model are adjacent, so that it is loaded once.
     for name, systems in groupby(plan.systems, key=lambda system: system.model):
         # Every process asks about the same systems, so that all know the same refusals.
         systems = [system for system in systems if harness or plan.left(system)]
         if not systems:
             continue
-        if settings.url:
-            runner = Served(name, settings)
-        else:
-            how = (settings.dtype, ranks.device, settings.attn)
-            in_blocks()
-            if any(task.embeds for task in plan.tasks):
-                runner = EmbeddingRunner(models.load_embedder(name, *how), name, settings)
-            else:
-                runner = Runner(models.load_model(name, *how, settings.adapter), name, settings)
+        runner = _runner(plan, name, ranks.device)
         for system in systems:  # report methods that cannot be applied before measuring
             if _refused(plan, runner, system):
                 advance(sum(map(_work, work[system])))
@@ -152,18 +146,39 @@ def _measure(
                 continue
             with runner.applied(system):
                 for results in runner.results(system, work[system]):
-                    note(_outcome(system, case, result) for case, result in results)
+                    record(_outcome(system, case, result) for case, result in results)
                     advance(_work([case for case, _ in results]))
+                # lm-evaluation-harness makes its own batches; they are not shared.
                 if harness and ranks.rank == 0:
                     found = list(_harnessed(plan, runner, system, tasks=harness))
                     plan.harness[system.name] = [outcome.key for outcome in found]
-                    note(found)
+                    record(found)
         del runner  # free it before loading the next one
+
+
+def _runner(plan: Plan, name: str, device: str) -> Runner | EmbeddingRunner | Served:
+    """Load a model, or return what asks its server."""
+    settings = plan.settings
+    if settings.url:
+        return Served(name, settings)
+    in_blocks()
+    if any(task.embeds for task in plan.tasks):
+        model = models.load_embedder(name, settings.dtype, device, attn=settings.attn)
+        return EmbeddingRunner(model, name, settings)
+    model = models.load_model(
+        name,
+        dtype=settings.dtype,
+        device=device,
+        attn=settings.attn,
+        adapter=settings.adapter,
+    )
+    return Runner(model, name, settings)
 
 
 def _harnessed(
     plan: Plan, runner: Any, system: System, tasks: Sequence[HarnessTask]
 ) -> Iterator[Outcome]:
+    """Yield what lm-evaluation-harness measures at each length of the plan."""
     size = plan.settings.batch_size
     settings = plan.settings
     for length in plan.lengths:
@@ -204,6 +219,7 @@ def _merged(plan: Plan, done: dict[str, Outcome]) -> list[Outcome]:
     done |= read_outcomes(logs)
     outcomes = plan.collect(done)
     ours = {outcome.key: outcome for outcome in outcomes if outcome.key in done}
+    # Of other settings, which another run may resume.
     others = [outcome for key, outcome in plan.stored.items() if key not in ours]
     path = plan.settings.output / LOG
     with writing(path, "make room; --resume keeps what is finished"):
@@ -279,6 +295,8 @@ class Loaded:
                         trained_length=length,
                     )
                 )
+                # Patching draws new values for learned parameters; those of the adapter replace
+                # them.
                 if system.adapted and self.settings.adapter is not None:
                     models.load_learned(self.model, self.settings.adapter)
             yield

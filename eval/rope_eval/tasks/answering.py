@@ -150,10 +150,10 @@ def _towns(count: int) -> list[dict[str, str]]:
         return next(reversed(names))
 
     def town() -> dict[str, str]:
-        made = {role: f"{name()} {name('n')}" for role in ("mayor", "founder", "architect")}
-        made |= {"town": name(rng.choice(("ville", "berg", "ton"))), "river": name()}
+        names = {role: f"{name()} {name('n')}" for role in ("mayor", "founder", "architect")}
+        names |= {"town": name(rng.choice(("ville", "berg", "ton"))), "river": name()}
         numbers = {"founded": str(rng.randrange(1102, 1788)), "goods": rng.choice(GOODS)}
-        return made | numbers | {"people": str(rng.randrange(2100, 98000))}
+        return names | numbers | {"people": str(rng.randrange(2100, 98000))}
 
     return [town() for _ in range(count)]
 
@@ -240,6 +240,7 @@ class Answering(Prompts):
             )
 
     def prompt(self, frame: Frame, length: int, draw: Draw) -> Case:
+        """Build a prompt with the needed documents among as many others as fit, in random order."""
         asked = self._data[0][draw.index]
         documents = self._data[1]
         rng = random.Random(f"{self.name}:{draw.number}")

@@ -75,15 +75,9 @@ def draws(
             rng = random.Random(f"{name}:{seed}:{length}{at}")
             for index in range(trials):
                 depth = (bin + rng.random()) / depths if depths else None
-                yield (
-                    length,
-                    Draw(
-                        index=index,
-                        number=rng.randrange(2**40),
-                        depth=depth,
-                        bin=bin if depths else None,
-                    ),
-                )
+                number = rng.randrange(2**40)
+                drawn = Draw(index=index, number=number, depth=depth, bin=bin if depths else None)
+                yield length, drawn
 
 
 def number_of_prompts(trials: int, depths: int = 0) -> str:
@@ -218,11 +212,11 @@ def unknown(name: str, known: Iterable[str], more: str = "") -> OptionError:
 
 def build(names: Sequence[str], given: Mapping[str, Any]) -> list[Task]:
     """Build the tasks with these names, each with the ``given`` options that it supports."""
-    made = []
+    tasks = []
     for cls in chosen(names):
         known = {one.name for one in option_fields(cls)}
-        made.append(cls(**{name: value for name, value in given.items() if name in known}))
-    return made
+        tasks.append(cls(**{name: value for name, value in given.items() if name in known}))
+    return tasks
 
 
 def answer_tokens(instead_of: str | None = None) -> Any:

@@ -16,7 +16,7 @@ import random
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import cycle, islice, zip_longest
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -155,6 +155,7 @@ class Retrieval(Task):
         return [sentences(text) for text in texts]
 
     def questions(self, frame: Frame, lengths: Sequence[int], seed: int) -> Questions:
+        """Build the questions of each length, with their candidates."""
         from rope_eval.embedder import Recipe  # imports torch
 
         recipe = Recipe.from_files(frame.model)
@@ -314,8 +315,11 @@ class Embedding(Task):
             raise OptionError(f"candidates={self.candidates} is not valid; it must be at least 2")
 
     def parts(self, settings: Settings) -> Sequence[Task]:
-        sizes = (self.queries, self.candidates, self.facts)
+        retrieval = partial(
+            Retrieval, queries=self.queries, candidates=self.candidates, facts=self.facts
+        )
         if self.documents:
             texts = tuple(read_texts(self.documents, "--documents"))
-            return [Retrieval("embedding_documents", *sizes, texts, ", ".join(self.documents))]
-        return [Retrieval(f"embedding_{kind}", *sizes) for kind in ("passkey", "needle")]
+            source = ", ".join(self.documents)
+            return [retrieval("embedding_documents", texts=texts, source=source)]
+        return [retrieval(f"embedding_{kind}") for kind in ("passkey", "needle")]

@@ -80,7 +80,7 @@ class Harness(Task):
                 "tasks of lm-evaluation-harness need the model in this process; leave them out "
                 "with --url, or run `lm_eval --model local-completions`"
             )
-        made: dict[str, Task] = {}
+        tasks: dict[str, Task] = {}
         given = {field.name: getattr(self, field.name) for field in fields(Harness)}
         for name in split(self.harness_tasks):
             if not self.manager.match_tasks([name]):
@@ -94,8 +94,8 @@ class Harness(Task):
             suite = name if len(found) > 1 else None
             for own, task in found.items():
                 metric = _mean(own, task)
-                made.setdefault(own, HarnessTask(**given, name=own, metric=metric, suite=suite))
-        return list(made.values())
+                tasks.setdefault(own, HarnessTask(**given, name=own, metric=metric, suite=suite))
+        return list(tasks.values())
 
 
 def _mean(name: str, task: Any) -> str:
@@ -195,7 +195,7 @@ def outcomes(
     from lm_eval.models import huggingface
 
     harness: Any = lm_eval  # its decorators hide types
-    made: Any = huggingface
+    library: Any = huggingface
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # its warnings concern intended behavior
     length = window["max_length"]
@@ -205,7 +205,7 @@ def outcomes(
     seeds = ("random", "numpy_random", "torch_random", "fewshot_random")
     answers = cache / f"{digest(system.identity, length)}.db"
     found = harness.simple_evaluate(
-        _remembering(with_limits(made.HFLM)(**window), answers),
+        _remembering(with_limits(library.HFLM)(**window), answers),
         tasks=[task.name for task in tasks],
         task_manager=first.manager,
         num_fewshot=first.num_fewshot,

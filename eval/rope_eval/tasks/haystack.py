@@ -66,12 +66,12 @@ def boundary(pieces: Sequence[str], depth: float) -> int:
 
 def insert(pieces: Sequence[str], needles: Sequence[str], places: Sequence[int]) -> list[str]:
     """Insert each needle before the piece at its index."""
-    made: list[str] = []
+    joined: list[str] = []
     start = 0
     for index in sorted(range(len(needles)), key=places.__getitem__):
-        made += [*pieces[start : places[index]], needles[index]]
+        joined += [*pieces[start : places[index]], needles[index]]
         start = places[index]
-    return made + list(pieces[start:])
+    return joined + list(pieces[start:])
 
 
 def read_haystack(sources: Sequence[str]) -> dict[str, Any]:
@@ -139,6 +139,7 @@ class Needles(Prompts):
         return NEEDLE.format(kind=self.value_kind, key=key, value=value)
 
     def prompt(self, frame: Frame, length: int, draw: Draw) -> Case:
+        """Build a prompt with all needles in the largest haystack that fits."""
         rng = random.Random(f"{self.name}:{draw.number}")
         keys = distinct(self.key_kind, self.keys, rng)
         values = distinct(self.value_kind, self.keys * self.values, rng)

@@ -174,11 +174,11 @@ class Ndcg:
 def ranking(text: str) -> list[str]:
     """Return the longest sequence ``ID > ID > ...`` in a text, without repeated IDs."""
     plain = re.sub(r"[\[\]:]", "", text).lower().replace("id", "")
-    runs = [found[0] for found in re.finditer(r"\d+(?:\s*>\s*\d+)*", plain)]
-    if not runs:
+    rankings = [found[0] for found in re.finditer(r"\d+(?:\s*>\s*\d+)*", plain)]
+    if not rankings:
         return []
-    run = max(runs, key=len)  # the first of the longest
-    return list(dict.fromkeys(name.strip() for name in run.split(">")))
+    longest = max(rankings, key=len)  # the first of the longest
+    return list(dict.fromkeys(name.strip() for name in longest.split(">")))
 
 
 def _gain(grades: Sequence[int]) -> float:
@@ -187,10 +187,19 @@ def _gain(grades: Sequence[int]) -> float:
 
 # Prompts
 
-Made = tuple[dict[str, str], tuple[str, ...], "Callable[[str], float] | None"]
-"""Values for a template, the right answers, and a scorer to use instead of searching for them."""
 Files = Mapping[int | None, Sequence[Row]]
 """Rows by length; None: rows for all other lengths."""
+
+
+class Asked(NamedTuple):
+    """A question: values for a template, and the right answers.
+
+    ``judge`` scores a text instead of a search for the answers.
+    """
+
+    words: dict[str, str]
+    answers: tuple[str, ...]
+    judge: Callable[[str], float] | None = None
 
 
 @dataclass(frozen=True)
@@ -215,11 +224,20 @@ class DataSet(Task):
         for length in lengths:
             rows = self.chosen(length, seed)
             for number, row in enumerate(rows):
-                ids, is_cut, answers, judge = self.prompt(
-                    frame, row, rows, length=length, seed=seed
+                asked = self.ask(frame, row, rows, length=length, seed=seed)
+                ids, is_cut = self.prompt(frame, asked, length)
+                cases.append(
+                    Case(
+                        task=self.name,
+                        length=length,
+                        seed=number,
+                        mode="write",
+                        count=self.tokens,
+                        ids=ids,
+                        answers=asked.answers,
+                        judge=asked.judge,
+                    )
                 )
-                how = ("write", self.tokens, ids, answers)
-                cases.append(Case(self.name, length, number, *how, judge=judge))
                 cut[length] += is_cut
         definition = (
             f"score of HELMET's {self.name.removeprefix('helmet_')}, as its authors compute it; "
@@ -261,41 +279,46 @@ class DataSet(Task):
             return _balanced(rows, self.shape.field, count=samples, rng=random.Random(seed))
         return rows[:samples]
 
-    def prompt(
-        self, frame: Frame, row: Row, rows: Sequence[Row], length: int, seed: int
-    ) -> tuple[array, bool, tuple[str, ...], Any]:
-        """Return a row's tokens, whether it is cut, and its scorer; ``rows``: all questions."""
+    def ask(self, frame: Frame, row: Row, rows: Sequence[Row], length: int, seed: int) -> Asked:
+        """Return the question of a row at a length in tokens; ``rows`` has all questions."""
         kind = self.shape.format
         demos = self.demos.get(length) or self.demos.get(None) or ()
-        template, lead = TEMPLATES[kind]
-        # If the prompt contains the start of the answer, it is scored with the text.
-        begun = "" if frame.around is not None else lead
+        begun = self._begun(frame)
         if kind == "ruler":
-            words, answers, judge = self._ruler(row)
-        elif kind == "kv":
-            words, answers, judge = self._kv(row, begun)
-        elif kind == "icl":
-            words, answers, judge = self._icl(
-                row, demos, shots=self.shown(length), seed=seed, begun=begun
-            )
-        else:
-            made = self._rank if kind == "rank" else self._qa
-            words, answers, judge = made(row, self._drawn(row, rows, demos), begun)
+            return self._ruler(row)
+        if kind == "kv":
+            return self._kv(row, begun)
+        if kind == "icl":
+            return self._icl(row, demos, shots=self.shown(length), seed=seed, begun=begun)
+        shown = self._drawn(row, rows, demos)
+        return self._rank(row, shown, begun) if kind == "rank" else self._qa(row, shown, begun)
+
+    def _begun(self, frame: Frame) -> str:
+        """The start of the answer, if the prompt contains it; it is scored with the text."""
+        _, lead = TEMPLATES[self.shape.format]
+        return "" if frame.around is not None else lead
+
+    def prompt(self, frame: Frame, asked: Asked, length: int) -> tuple[array, bool]:
+        """Return tokens that fit into ``length`` with the answer, and whether they are cut."""
+        template, _ = TEMPLATES[self.shape.format]
+        words = asked.words
         before, _, after = template.partition("{context}")
         before = before.format(**words)
         after = after.format(**words)
-        after += f"\n{begun.format(**words)}" if begun else ""
+        begun = self._begun(frame)
+        if begun:
+            after += f"\n{begun.format(**words)}"
         context = words["context"]
         ids = frame.whole(before + context + after)[0]
         if len(ids) + self.tokens <= length:
-            return ids, False, answers, judge
+            return ids, False
         ends = [0, *_ends(frame.tokenizer, context)]
 
         def build(keep: int) -> array:
             return frame.whole(before + context[: ends[keep]] + after)[0]
 
         _, ids = base.fill(self.name, build, length, tokens=self.tokens, most=len(ends) - 1)
-        return ids, True, answers, judge
+        return ids, True
 
     def _drawn(self, row: Row, rows: Sequence[Row], demos: Sequence[Row]) -> list[Row]:
         """Return the demonstrations of one question: the same in every run."""
@@ -321,7 +344,7 @@ class DataSet(Task):
             )
         return list(found.values())
 
-    def _icl(self, row: Row, demos: Sequence[Row], shots: int, seed: int, begun: str) -> Made:
+    def _icl(self, row: Row, demos: Sequence[Row], shots: int, seed: int, begun: str) -> Asked:
         field = self.shape.field
         text = row.text("text")
         labels = self.shape.labels
@@ -337,9 +360,10 @@ class DataSet(Task):
         shown = _balanced(demos, field=field, count=shots, rng=rng)
         context = "\n\n".join(f"{one.text('text')}\nlabel: {number(one)}" for one in shown)
         answer = number(row)
-        return {"context": context, "question": text}, (answer,), Label(answer, begun)
+        words = {"context": context, "question": text}
+        return Asked(words, answers=(answer,), judge=Label(answer, begun))
 
-    def _ruler(self, row: Row) -> Made:
+    def _ruler(self, row: Row) -> Asked:
         several = self.name.endswith("mv")
         words = {
             "kind": row.text("type_needle_v"),
@@ -349,9 +373,9 @@ class DataSet(Task):
             "are": "are" if several else "is",
             "are_all": "are all" if several else "is",
         }
-        return words, tuple(row.texts("answer" if "answer" in row else "outputs")), None
+        return Asked(words, answers=tuple(row.texts("answer" if "answer" in row else "outputs")))
 
-    def _kv(self, row: Row, begun: str) -> Made:
+    def _kv(self, row: Row, begun: str) -> Asked:
         pairs = row.value("demos")[: self.shots] if self.shots else []
         if not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
             raise row.wrong("demos", "pairs of a key and a value")
@@ -359,9 +383,9 @@ class DataSet(Task):
         words = {name: row.text(name) for name in ("context", "question")} | {"demos": demos}
         answers = tuple(row.texts("answer"))
         # The line is located by these words even if the prompt uses others.
-        return words, answers, Substring(answers, "corresponding value:", begun)
+        return Asked(words, answers, judge=Substring(answers, "corresponding value:", begun))
 
-    def _qa(self, row: Row, shown: Sequence[Row], begun: str) -> Made:
+    def _qa(self, row: Row, shown: Sequence[Row], begun: str) -> Asked:
         demos = "".join(
             f"{_documents(one)}\n\nQuestion: {one.text('question')}\nAnswer: {answer}\n\n"
             for one in shown
@@ -369,16 +393,16 @@ class DataSet(Task):
         )
         words = {"question": row.text("question"), "context": _documents(row), "demos": demos}
         answers = tuple(row.texts("answers"))
-        return words, answers, Substring(answers, "Answer:", begun)
+        return Asked(words, answers, judge=Substring(answers, "Answer:", begun))
 
-    def _rank(self, row: Row, shown: Sequence[Row], begun: str) -> Made:
+    def _rank(self, row: Row, shown: Sequence[Row], begun: str) -> Asked:
         demos = "".join(
             f"{_documents(one, row)}\n\nQuery: {one.text('query')}\nRanking: {_order(one)}\n\n"
             for one in shown
         )
         words = {"question": row.text("query"), "context": _documents(row, row), "demos": demos}
         grades = tuple((str(one.value("id")), _grade(one)) for one in row.rows("ctxs"))
-        return words, (_order(row),), Ndcg(grades, begun)
+        return Asked(words, answers=(_order(row),), judge=Ndcg(grades, begun))
 
 
 def _ends(tokenizer: Any, text: str) -> list[int]:
@@ -386,8 +410,8 @@ def _ends(tokenizer: Any, text: str) -> list[int]:
         raise MeasureError(
             "only a fast tokenizer can cut a context; give longer --lengths, or another model"
         )
-    made = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    return [end for _, end in made["offset_mapping"]]
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    return [end for _, end in encoded["offset_mapping"]]
 
 
 def _popular(shape: Shape, row: Row) -> bool:
@@ -479,8 +503,17 @@ class Helmet(Task):
             if needed and not (None in shown or rows.keys() <= shown.keys()):
                 zero = "" if shape.format == "icl" else ", or --shots 0"
                 raise OptionError(f"{name} needs demonstrations; give {DEMOS} {name}=FILE{zero}")
-            more = (self.new_tokens or shape.tokens, self.samples, self.shots)
-            tasks.append(DataSet(f"helmet_{name}", shape, rows, shown, *more))
+            tasks.append(
+                DataSet(
+                    name=f"helmet_{name}",
+                    shape=shape,
+                    rows=rows,
+                    demos=shown,
+                    tokens=self.new_tokens or shape.tokens,
+                    samples=self.samples,
+                    shots=self.shots,
+                )
+            )
         return tasks
 
 

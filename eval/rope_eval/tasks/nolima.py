@@ -72,6 +72,7 @@ def read_tests(source: str) -> list[Test]:
 
 
 def _tests(row: Row) -> Iterator[Test]:
+    """Yield the questions of a row of the published file, with names filled in."""
     template = row.text("task_template") if "task_template" in row else TEMPLATE
     characters = tuple(row.texts("character_set")) if "character_set" in row else ()
     questions = row.row("questions")
@@ -145,7 +146,9 @@ def distractor_depth(depth: float, tokens: int, rng: random.Random, free: float 
     """Sample a distractor's position, not near the needle or the ends."""
     drawn = rng.uniform(0, max(0, depth - 2 * free) + max(0, 1 - depth - 2 * free))
     if tokens < 500:
-        return 0.7 if depth < 0.6 else 0.6 if depth > 0.75 else 0.5
+        if depth < 0.6:
+            return 0.7
+        return 0.6 if depth > 0.75 else 0.5
     left = max(0, depth - 2 * free)
     return depth + free + drawn - left if drawn > left else drawn + free
 
@@ -178,6 +181,7 @@ class NoLiMa(Task):
         return read_tests(self.nolima_needles), books
 
     def questions(self, frame: Frame, lengths: Sequence[int], seed: int) -> Questions:
+        """Ask every question in every book at evenly spaced depths, or a sample of these."""
         tests, texts = self._read
         books = [Book.from_text(frame.tokenizer, text, name) for name, text in texts]
         depths = range(self.placements)
@@ -195,9 +199,20 @@ class NoLiMa(Task):
                 ids, answers = self._prompt(
                     frame, book=books[book], test=tests[test], length=length, depth=depth, rng=rng
                 )
-                how = (self.name, length, number, "write", tokens, ids, answers)
-                judge = Gold(answers, self.nolima_metric)
-                cases.append(Case(*how, depth, bin if binned else None, judge=judge))
+                cases.append(
+                    Case(
+                        task=self.name,
+                        length=length,
+                        seed=number,
+                        mode="write",
+                        count=tokens,
+                        ids=ids,
+                        answers=answers,
+                        depth=depth,
+                        bin=bin if binned else None,
+                        judge=Gold(answers, self.nolima_metric),
+                    )
+                )
         definition = (
             f"share of NoLiMa's questions answered ({self.nolima_metric}); {len(places)} of "
             f"{len(tests)} questions in {len(books)} books at {self.placements} depths, lengths of "

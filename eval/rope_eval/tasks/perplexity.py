@@ -81,6 +81,7 @@ def choose_windows(
     texts = documents
     ends = []
     if joined:
+        # As models were trained on documents that are packed into rows.
         gap = [] if eos is None else [eos]
         texts = [[token for ids in documents for token in (*ids, *gap)]]
         places = _cut(texts, size, rng)
@@ -207,6 +208,7 @@ class Segments(Task):
     def _notes(
         self, windows: Windows, lengths: Sequence[int], cases: Sequence[Case]
     ) -> Iterator[str]:
+        """Yield what limits the result: joined documents, one document, or few windows."""
         if windows.joined:
             yield (
                 f"too few documents of {max(lengths)} tokens: documents are joined, so that a "
@@ -306,6 +308,7 @@ class Perplexity(Segments):
                 yield self._case(length, number, ids, count=count, group=group)
 
     def _huggingface(self, windows: Windows, lengths: Sequence[int]) -> Iterator[Case]:
+        """Yield windows as transformers' page on perplexity moves them, with its weights."""
         for length in lengths:
             number = 0
             for text, group in zip(windows.texts, windows.documents, strict=True):

@@ -55,12 +55,12 @@ def told(
 ) -> tuple[Callable[[int], str], list[float]]:
     """Return a function that inserts facts in order among pieces, and the share before each."""
     shares = sorted(rng.random() for _ in facts)
-    made = []
+    units = []
 
     def text(size: int) -> str:
-        made.extend(islice(pieces, max(0, size - len(made))))
+        units.extend(islice(pieces, max(0, size - len(units))))
         places = [int(share * (size + 1)) for share in shares]
-        return joint.join(insert(made[:size], facts, places))
+        return joint.join(insert(units[:size], facts, places))
 
     return text, shares
 
@@ -182,10 +182,17 @@ class Mrcr(Task):
 
     def parts(self, settings: Settings) -> Sequence[Task]:
         text = stock(self.haystack)
-        roomy = self.new_tokens is None
-        given = (self.trials, 1 if self.new_tokens is None else self.new_tokens, 0, text)
         return [
-            Conversation(f"mrcr_{number}", *given, number, self.mrcr_words, roomy)
+            Conversation(
+                name=f"mrcr_{number}",
+                trials=self.trials,
+                tokens=1 if self.new_tokens is None else self.new_tokens,
+                depths=0,
+                text=text,
+                needles=number,
+                words=self.mrcr_words,
+                roomy=self.new_tokens is None,
+            )
             for number in counts(self.mrcr_needles, "mrcr_needles")
         ]
 
@@ -264,9 +271,16 @@ class Hops(Task):
     new_tokens: int | None = answer_tokens("32")
 
     def parts(self, settings: Settings) -> Sequence[Task]:
-        tokens = 32 if self.new_tokens is None else self.new_tokens
-        given = (self.trials, tokens, 0, stock(self.haystack))
+        text = stock(self.haystack)
         return [
-            Chains(f"hops_{number}", *given, number, self.chains)
+            Chains(
+                name=f"hops_{number}",
+                trials=self.trials,
+                tokens=32 if self.new_tokens is None else self.new_tokens,
+                depths=0,
+                text=text,
+                hops=number,
+                chains=self.chains,
+            )
             for number in counts(self.hops, "hops")
         ]

@@ -317,12 +317,19 @@ class Judge:
 
     def trial(self, method: Method) -> Trial:
         scores = self.scores(method)
-        parts = (scores.answers, *self.found(method))
-        means = (mean(part) if part else None for part in parts)
-        factor = float(method.attention_scaling(self.trials.rope))
-        return Trial(method, factor, mean(scores.far), mean(scores.inside), *means)
+        found_inside, found_beyond = self.found(method)
+        return Trial(
+            method=method,
+            attention_factor=float(method.attention_scaling(self.trials.rope)),
+            far=mean(scores.far),
+            inside=mean(scores.inside),
+            answers=mean(scores.answers) if scores.answers else None,
+            found_inside=mean(found_inside) if found_inside else None,
+            found_beyond=mean(found_beyond) if found_beyond else None,
+        )
 
     def changes(self, method: Method) -> dict[str, Change]:
+        """Compare a method with the published default, by measure; intervals are over documents."""
         before = self.before
         after = self.scores(method)
         far = self._by_document(_less(after.far, before.far))
@@ -404,8 +411,8 @@ class Descent(Judge):
 
         def add(value: Any) -> bool:
             value = round(value, 4) if name == SCALAR else value
-            if value not in line and (made := self._made(best, name, value)) is not None:
-                line[value] = made
+            if value not in line and (candidate := self._made(best, name, value)) is not None:
+                line[value] = candidate
             return value in line
 
         def here() -> Any:
@@ -429,17 +436,17 @@ class Descent(Judge):
     def _made(self, method: Method, name: str, value: Any) -> Method | None:
         """Measure the method with that value; None if it or the model does not accept the value."""
         try:
-            made = replace(method, **{name: value})
-            made.resolved(self.trials.rope)
-            if _key(made) not in self.tried:
-                if not self.objections(self.changes(made)):
-                    self.losses[_key(made)] = self.scores(made).loss
-                self.tried[_key(made)] = made
+            candidate = replace(method, **{name: value})
+            candidate.resolved(self.trials.rope)
+            if _key(candidate) not in self.tried:
+                if not self.objections(self.changes(candidate)):
+                    self.losses[_key(candidate)] = self.scores(candidate).loss
+                self.tried[_key(candidate)] = candidate
         except MeasureError:
             raise
         except RopeExtError:
             return None
-        return made
+        return candidate
 
     def _value(self, method: Method, name: str) -> Any:
         if name == SCALAR:

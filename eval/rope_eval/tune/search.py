@@ -180,9 +180,9 @@ def _first(given: SearchOptions, known: Sequence[FrequencyMethod], rope: Rope) -
     if not space.scales:
         return [Candidate(table, start) for table in dict.fromkeys(tables)]
     near = [min(space.scales, key=lambda scale, own=own: abs(scale - own)) for own in own]
-    made = [Candidate(table, start, scale) for table, scale in zip(tables, near, strict=True)]
-    made += [Candidate(table, start, round(f * _STEPS)) for f in FACTORS for table in tables]
-    return list(dict.fromkeys(made))[: max(2, given.population // 2)]
+    candidates = [Candidate(table, start, scale) for table, scale in zip(tables, near, strict=True)]
+    candidates += [Candidate(table, start, round(f * _STEPS)) for f in FACTORS for table in tables]
+    return list(dict.fromkeys(candidates))[: max(2, given.population // 2)]
 
 
 def _method(given: SearchOptions, one: Candidate, factor: float) -> LongRoPE:
@@ -342,10 +342,10 @@ def _searched(
         found: list[LongRoPE] = []
 
         def loss(one: Candidate) -> float:
-            made = _method(given, one, factor)
-            value = measured(made)
+            method = _method(given, one, factor)
+            value = measured(method)
             if not found or value < tried[found[0]]:
-                found[:] = [keep(made)]
+                found[:] = [keep(method)]
                 losses = (value, tried[best_yarn()])
                 trials.show(description="loss {:.4f} (yarn {:.4f})".format(*losses))
             return value
@@ -387,7 +387,8 @@ def validated(scores: Mapping[L, fitness.Scores]) -> L:
 
 def check_output(output: str | os.PathLike[str]) -> None:
     """Check that a search may write ``output``, before a model is loaded."""
-    output, log = Path(output), Path(output).with_suffix(".jsonl")
+    output = Path(output)
+    log = output.with_suffix(".jsonl")
     if output.suffix != ".json":
         raise OptionError(f"output={str(output)!r} is not valid; it must end in .json")
     with writing(log, "give another output"):

@@ -55,6 +55,7 @@ def conversation_of(row: Mapping[str, Any]) -> str:
 
 
 def _conversation(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert a row of a known shape to messages, or to a prompt and its completion."""
     given = _without_none(row)
     more = {"tools": given["tools"]} if given.get("tools") else {}
     if "messages" in given:
@@ -164,12 +165,12 @@ class _Programs:
         # Real tokens of a long text would need more memory than a template may take.
         reader = copy.copy(self.tokenizer)
         reader.__class__ = type("Reader", (_Characters, type(reader)), {})
-        made = reader.apply_chat_template(
+        rendered = reader.apply_chat_template(
             messages, return_dict=True, return_assistant_tokens_mask=True, **options
         )
-        edges = np.diff(made["assistant_masks"], prepend=0, append=0)
+        edges = np.diff(rendered["assistant_masks"], prepend=0, append=0)
         begins, ends = (np.flatnonzero(edges == edge).tolist() for edge in (1, -1))
-        return made["text"], list(zip(begins, ends, strict=True))
+        return rendered["text"], list(zip(begins, ends, strict=True))
 
     def training_template(self) -> str | None:
         """TRL's template for training in place of a known template; None without one."""
@@ -304,15 +305,15 @@ class _Conversations:
     def _in_spans(
         self, text: str, spans: Sequence[tuple[int, int]]
     ) -> tuple[list[int], list[bool]]:
-        made = self.tokenizer(
+        encoded = self.tokenizer(
             text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
         )
         scored = [
             # A token with letters of both belongs to the answer, as in recipes/retrieval.py.
             any(start < last and first < end for first, last in spans)
-            for start, end in made["offset_mapping"]
+            for start, end in encoded["offset_mapping"]
         ]
-        return list(made["input_ids"]), scored
+        return list(encoded["input_ids"]), scored
 
 
 def _marks_answers(template: Any) -> bool:

@@ -154,7 +154,7 @@ class Tokenize:
         head = list(beginning(self.tokenizer))
         end = self.tokenizer.eos_token_id
         tail = [] if end is None else [end]
-        made = []
+        encoded = []
         for text in batch["text"]:
             if not isinstance(text, str | None):
                 raise DataError(
@@ -166,9 +166,9 @@ class Tokenize:
             begun = ids[: len(head)] == head  # the text itself starts with the token
             ended = tail and ids[-1:] == tail
             whole = [*([] if begun else head), *ids, *([] if ended else tail)]
-            made.append(whole if ids else [])
+            encoded.append(whole if ids else [])
         digests = [digest_of(text) for text in texts]
-        return {"input_ids": made, "tokens": [len(ids) for ids in made], "digest": digests}
+        return {"input_ids": encoded, "tokens": [len(ids) for ids in encoded], "digest": digests}
 
 
 @dataclass(frozen=True)
@@ -187,13 +187,15 @@ class Pack:
         rows = sum(map(len, documents)) // self.length
         shape = (rows, self.length)
         size = rows * self.length
-        made = {"input_ids": np.concatenate(documents)[:size].reshape(shape)}
+        columns = {"input_ids": np.concatenate(documents)[:size].reshape(shape)}
         if self.masking:
+            # Positions count from the last start of a document in the row, or from the start of the
+            # row.
             first = np.concatenate([np.arange(len(ids)) == 0 for ids in documents])
             first = first[:size].reshape(shape)
             at = np.arange(self.length, dtype=np.int32)
-            made["position_ids"] = at - np.maximum.accumulate(np.where(first, at, 0), axis=1)
-        return made
+            columns["position_ids"] = at - np.maximum.accumulate(np.where(first, at, 0), axis=1)
+        return columns
 
     def rows(self, tokens: int) -> float:
         return tokens / self.length
@@ -225,11 +227,11 @@ class Chunk:
     def __call__(self, batch: Mapping[str, Sequence[Sequence[int]]]) -> dict[str, Any]:
         documents = [np.asarray(ids, dtype=np.int32) for ids in batch["input_ids"]]
         whole = [ids[: len(ids) // self.length * self.length] for ids in documents]
-        made = {"input_ids": np.concatenate(whole).reshape(-1, self.length)}
+        columns = {"input_ids": np.concatenate(whole).reshape(-1, self.length)}
         if self.masking:
             positions = np.arange(self.length, dtype=np.int32)
-            made["position_ids"] = np.tile(positions, (len(made["input_ids"]), 1))
-        return made
+            columns["position_ids"] = np.tile(positions, (len(columns["input_ids"]), 1))
+        return columns
 
     def rows(self, tokens: int) -> float:
         return float(tokens // self.length)
@@ -365,8 +367,8 @@ def rows(
         DataError: no document is long enough, or the data does not fill a single row.
     """
     if isinstance(data, IterableDataset):
-        made = source(data, tokenizer, pack, minimum=minimum, seed=seed, tokenize=tokenize)
-        return Stream([made], [1.0], seed), first_contents(data, files)
+        stream = source(data, tokenizer, pack, minimum=minimum, seed=seed, tokenize=tokenize)
+        return Stream([stream], [1.0], seed), first_contents(data, files)
     tokenize = tokenize or Tokenize(tokenizer)
     minimum = max(minimum, pack.shortest)
     longest = getattr(pack, "longest", None)
@@ -471,19 +473,19 @@ def _long(counts: list[int], minimum: int, pack: Packer, which: str) -> list[int
 
 def _whole(long: list[int], pack: Packer) -> float:
     """Number of rows from documents of these lengths."""
-    made = sum(map(pack.rows, long))
+    count = sum(map(pack.rows, long))
     fills = getattr(pack, "longest", None) is not None
-    if fills and not made:
+    if fills and not count:
         raise DataError(
             f"all {len(long)} conversations have more than --length {pack.length} tokens; give a "
             f"longer --length"
         )
-    if made < 1 and not fills:
+    if count < 1 and not fills:
         raise DataError(
             f"the data has {sum(long)} tokens in {len(long)} documents, not enough for one row of "
             f"--length {pack.length}; use more data or a smaller --length"
         )
-    return made
+    return count
 
 
 def _number(row: dict[str, Any], index: int) -> dict[str, Any]:
@@ -521,9 +523,9 @@ class Collator:
             return {"input_ids": torch.zeros_like(nothing), "labels": nothing}
         weights: torch.Tensor | None = None
         if self.retrieval is not None and "index" in rows[0]:
-            made = [self._with_facts(row) for row in rows]
-            rows = [row for row, _ in made]
-            weights = torch.tensor([each for _, each in made])
+            pairs = [self._with_facts(row) for row in rows]
+            rows = [row for row, _ in pairs]
+            weights = torch.tensor([each for _, each in pairs])
         batch = self._batch(rows)
         for number, row in enumerate(rows):
             if "scored" in row:

@@ -186,6 +186,7 @@ def _documents(
     strict: bool,
     convert: Callable[[Row], str] | None,
 ) -> Iterator[dict[str, Any]]:
+    """Yield the documents of files; of a file that cannot be read, the reason, or DataError."""
     for name, *_ in files:
         columns: set[str] = set()
         try:

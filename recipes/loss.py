@@ -122,8 +122,10 @@ class ChunkedLoss:
         if self.weights is not None:
             weights = self.weights.flatten().to(losses.device)
             losses, scored = losses * weights, scored * weights
+        # Trainer passes the number of labels in all accumulated rows, so that their losses add up.
         loss = losses.sum() / (scored.sum() if self.divisor is None else self.divisor)
         self.labels = None
+        # The mark shows whether the model changed what it takes for logits, such as by a soft cap.
         self.returned = torch.stack((loss, torch.full_like(loss, _MARK)))
         return self.returned
 

@@ -95,6 +95,7 @@ class Source:
                     yield begun, rows
                     number += 1
                 place = documents.state_dict()
+            # A whole pass, not one that was resumed near its end.
             if number == before and begun["place"] is None:
                 raise DataError(
                     f"documents of at least {self.minimum} tokens do not fill a row of "
@@ -126,13 +127,14 @@ class Source:
                 if row.get(PROBLEM):
                     warnings.warn(f"left out: {row[PROBLEM]}", stacklevel=2)
             texts = [row["text"] for row in found]
-            made = self.tokenize({"text": texts})
-            columns = [name for name in ("input_ids", "scored") if name in made]
-            for parts in zip(*(made[name] for name in columns), strict=True):
+            tokenized = self.tokenize({"text": texts})
+            columns = [name for name in ("input_ids", "scored") if name in tokenized]
+            for parts in zip(*(tokenized[name] for name in columns), strict=True):
                 if len(parts[0]) >= self.minimum:
                     arrays = [np.asarray(part, np.int32) for part in parts]
                     kept.append(dict(zip(columns, arrays, strict=True)))
                     size += self.pack.rows(len(parts[0]))
+        # From the place alone, so that a resumed run shuffles alike.
         rng = np.random.default_rng([self.seed, turn, number])
         if not kept:
             return [], False
@@ -168,6 +170,7 @@ class _Reader:
 
     def state(self, given: int) -> dict[str, Any]:
         """The state that resumes after ``given`` rows."""
+        # The last block that begins at or before these rows: a resumed run repeats it up to there.
         while len(self._marks) > 1 and self._marks[1][0] <= given:
             self._marks.popleft()
         first, begun = self._marks[0]
@@ -197,6 +200,8 @@ class Stream(torch.utils.data.IterableDataset):
         self._readers = readers = [_Reader(source, at) for source, at in pairs]
         for index, which in enumerate(self._drawn()):
             if index < start["rows"]:
+                # Trainer skips as many rows when it resumes; reading and packing them would take
+                # hours.
                 yield dict(SKIPPED)
             else:
                 yield {**next(readers[which]), "index": index}
@@ -205,6 +210,7 @@ class Stream(torch.utils.data.IterableDataset):
         """The source of each row."""
         for part in itertools.count():
             rng = np.random.default_rng([self.seed, part])
+            # Evenly spaced places in random order: shares are exact, unlike those of draws.
             places = (rng.permutation(_DRAWN) + 0.5) / _DRAWN
             yield from np.searchsorted(self.bounds, places).tolist()
 

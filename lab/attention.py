@@ -71,9 +71,9 @@ def octaves(trained: int, length: int) -> tuple[int, ...]:
 def evenly(edges: Sequence[int]) -> torch.Tensor:
     """Share of each bin under uniform attention, float64, ``[bins]``."""
     tokens = edges[-1]
-    reach = torch.arange(max(0, tokens - QUERIES), tokens, dtype=torch.float64)[:, None] + 1
-    keys = torch.minimum(torch.tensor(edges), (reach - FIRST).clamp(min=0)).diff()
-    return (keys / reach).mean(0)
+    visible = torch.arange(max(0, tokens - QUERIES), tokens, dtype=torch.float64)[:, None] + 1
+    keys = torch.minimum(torch.tensor(edges), (visible - FIRST).clamp(min=0)).diff()
+    return (keys / visible).mean(0)
 
 
 @torch.no_grad()

@@ -144,17 +144,17 @@ class Bench:
     def train(self, name: str, steps: int) -> Path:
         """Train an adapter for ``steps``; 0 makes one step with a learning rate of 0."""
         run = self.output / f"{name}-{steps}"
-        made = OPERATIONS[name]
+        operation = OPERATIONS[name]
         if (run / "rope_ext.json").exists():
             return run
-        length = self.length if made.trained_rows else 2 * self.length
+        length = self.length if operation.trained_rows else 2 * self.length
         words = ["--config", self.config, "--model", self.model, "--factor", f"{self.factor:g}"]
         words += ["--length", str(length), "--max_steps", str(max(1, steps))]
         words += ["--per_device_train_batch_size", str(self.batch * self.length // length)]
         words += ["--lora_r", _RANK, "--lora_alpha", _RANK, "--lora_target", *_LINEAR]
         words += ["--retrieval_share", "0"]  # text only, the same for all operations
-        words += ["--output_dir", str(run), "--method", made.method, *made.words]
-        words += [*(_CONSECUTIVE if made.trained_rows else ()), *self.more]
+        words += ["--output_dir", str(run), "--method", operation.method, *operation.words]
+        words += [*(_CONSECUTIVE if operation.trained_rows else ()), *self.more]
         words += [] if steps else ["--learning_rate", "0"]
         if any(run.glob("checkpoint-*")):
             words += ["--resume_from_checkpoint", "true"]

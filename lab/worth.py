@@ -124,11 +124,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--factors", type=int, nargs="+", default=[4, 8])
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=["pose"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[42, 43, 44])
-    parser.add_argument("--trained", type=int, default=8192, help="trained length, tokens")
-    parser.add_argument("--row", type=int, default=2048, help="row of PoSE, tokens")
-    parser.add_argument("--tokens", type=int, default=45 * 4096, help="of each training run")
-    parser.add_argument("--documents", type=int, nargs=2, default=[8, 3], metavar=("IN", "BEYOND"))
-    parser.add_argument("--passkeys", type=int, default=4, help="prompts at each of five depths")
+    parser.add_argument("--trained", type=int, default=Study.trained, help="trained length, tokens")
+    parser.add_argument("--row", type=int, default=Study.row, help="row of PoSE, tokens")
+    parser.add_argument("--tokens", type=int, default=Study.tokens, help="of each training run")
+    parser.add_argument(
+        "--documents", type=int, nargs=2, default=Study.documents, metavar=("IN", "BEYOND")
+    )
+    parser.add_argument(
+        "--passkeys", type=int, default=Study.passkeys, help="prompts at each of five depths"
+    )
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no command after that")
     parser.add_argument("--dry-run", action="store_true", help="print the commands")
     args = parser.parse_args(arguments)

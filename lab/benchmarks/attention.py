@@ -121,8 +121,8 @@ def attend(
     keys = key.shape[2]
     columns = query.shape[-1]
     if variant == NATIVE:
-        made = _rotation(torch.arange(keys, device=query.device), columns)
-        tables = [torch.cat((t, t), dim=-1).to(query.dtype) for t in made]
+        rotation = _rotation(torch.arange(keys, device=query.device), columns)
+        tables = [torch.cat((t, t), dim=-1).to(query.dtype) for t in rotation]
         own = [table[-queries:] for table in tables]
         cached = tables if queries > 1 else None  # a cache holds rotated keys
         return functools.partial(native, query, key, value, own=own, cached=cached)

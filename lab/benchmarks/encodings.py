@@ -61,8 +61,8 @@ def attend(
 
         def whole() -> torch.Tensor:
             at = torch.arange(tokens)
-            apart = at[:, None] - at
-            matrix = make()["bias"][:, apart.clamp(min=0)].masked_fill_(apart < 0, -torch.inf)
+            distance = at[:, None] - at
+            matrix = make()["bias"][:, distance.clamp(min=0)].masked_fill_(distance < 0, -torch.inf)
             return plain(attn_mask=matrix[None])
 
         return whole

@@ -185,12 +185,12 @@ def _exact(
     shapes = ((2, 2 * groups, queries, size), (2, 2, keys, size), (2, 2, keys, value_size))
     if sinks:
         shapes += ((2 * groups,),)
-    made = [torch.randn(shape, generator=generator, device=run.device) for shape in shapes]
-    made = [x.to(run.dtype) for x in made]
+    drawn = [torch.randn(shape, generator=generator, device=run.device) for shape in shapes]
+    drawn = [x.to(run.dtype) for x in drawn]
     weight = torch.randn(*shapes[0][:3], value_size, generator=generator, device=run.device)
 
     def results(dtype: torch.dtype, by: Callable) -> list[torch.Tensor]:
-        given = [x.to(dtype).requires_grad_(grads) for x in made]
+        given = [x.to(dtype).requires_grad_(grads) for x in drawn]
         call = Call(asked, bands.halves(size), size**-0.5, softcap=softcap, sinks=None)
         if sinks:
             call = Call(asked, call.pairs, call.scale, sinks=given[3])
@@ -433,13 +433,13 @@ def graphs(run: Run) -> None:
                     model.generate(**batch, max_new_tokens=4, min_new_tokens=4, do_sample=False)
 
         def count(name: str, rows: int, task: Callable = task) -> dict[str, Any]:
-            made = []
+            graphs = []
             with never_dense():
                 for more in (0, 64, 128) * 2:
                     before = counters["stats"]["unique_graphs"]
                     task(name, rows, more)
-                    made.append(counters["stats"]["unique_graphs"] - before)
-            return {"ok": sum(made[3:]) == 0, "graphs": made}
+                    graphs.append(counters["stats"]["unique_graphs"] - before)
+            return {"ok": sum(graphs[3:]) == 0, "graphs": graphs}
 
         for name, rows in itertools.product(("eval", "generate", "train"), (1, 2)):
             named = {"method": method, "kernel": kernel, "task": name, "rows": rows}
@@ -558,20 +558,20 @@ def _compared(
     repeated = 20 if part == "decode" and not run.small else 1
     with contextlib.ExitStack() as stack:
         kernel = stack.enter_context(using(kernel))
-        made = {
+        calls = {
             NATIVE: _by_flash(run, bands.attend(NATIVE, *given, window)),
             variant: bands.attend(variant, *given, window, kernel),
         }
         if part == "backward":
-            made = {name: functools.partial(trained, one, given) for name, one in made.items()}
+            calls = {name: functools.partial(trained, one, given) for name, one in calls.items()}
         if part != "backward":
             stack.enter_context(torch.inference_mode())
         if graphed:
-            made = {name: _captured(one) for name, one in made.items()}
+            calls = {name: _captured(one) for name, one in calls.items()}
         if repeated > 1:
-            made = {name: functools.partial(_often, one, repeated) for name, one in made.items()}
+            calls = {name: functools.partial(_often, one, repeated) for name, one in calls.items()}
         run.peak()
-        found = ratios(made, 3 if part == "backward" else 5, run.device)
+        found = ratios(calls, 3 if part == "backward" else 5, run.device)
     return {
         "milliseconds": {name: 1e3 * one.seconds / repeated for name, one in found.items()},
         "ratio": found[variant].ratio,

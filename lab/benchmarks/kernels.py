@@ -135,11 +135,13 @@ def run(case: Case, compiled: list[dict[str, Any]]) -> dict[str, Any]:
     train = case.phase == TRAIN
     dtype = getattr(torch, case.dtype)
 
-    def made(heads: int, tokens: int, columns: int) -> torch.Tensor:
-        x = torch.empty(1, heads, tokens, columns, dtype=dtype, device="cuda")
+    def empty(heads: int, columns: int) -> torch.Tensor:
+        x = torch.empty(1, heads, KEYS, columns, dtype=dtype, device="cuda")
         return x.requires_grad_(train)
 
-    query, key, value = made(8, KEYS, columns), made(2, KEYS, columns), made(2, KEYS, value_columns)
+    query = empty(8, columns)
+    key = empty(2, columns)
+    value = empty(2, value_columns)
     card = CARDS[case.card]
     call = _call(case.kind, query, train)
     with torch.set_grad_enabled(train):

@@ -39,13 +39,13 @@ def tensors(
     """
     generator = torch.Generator(device).manual_seed(0)
     shapes = ((queries, heads), (keys, kv_heads), (keys, kv_heads))
-    made = [
+    drawn = [
         torch.randn(1, *shape, columns, generator=generator, device=device)
         .to(dtype)
         .transpose(1, 2)
         for shape in shapes
     ]
-    return made if queries > 1 else [x.contiguous() for x in made]
+    return drawn if queries > 1 else [x.contiguous() for x in drawn]
 
 
 def trained(run: Callable[[], torch.Tensor], inputs: list[torch.Tensor]) -> None:

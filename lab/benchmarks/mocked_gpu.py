@@ -191,11 +191,20 @@ def _library(folder: Path) -> ctypes.CDLL:
     from torch.utils import cpp_extension
 
     source = folder / "device.cpp"
-    made = folder / "device.so"
+    library = folder / "device.so"
     source.write_text(_DEVICE)
     options = [f"-I{path}" for path in cpp_extension.include_paths()]
     options += [f"-L{path}" for path in cpp_extension.library_paths()]
     compiler = os.environ.get("CXX", "c++")
-    command = [compiler, "-std=c++20", "-shared", "-fPIC", str(source), "-o", str(made), *options]
+    command = [
+        compiler,
+        "-std=c++20",
+        "-shared",
+        "-fPIC",
+        str(source),
+        "-o",
+        str(library),
+        *options,
+    ]
     subprocess.run([*command, "-lc10", "-ltorch_cpu"], check=True)
-    return ctypes.CDLL(str(made))
+    return ctypes.CDLL(str(library))

@@ -167,19 +167,16 @@ class Measurement:
         for part in range(self.parts):
             for method in FRONT:
                 options = {"factor": 2} if method != "unpatched" else {}
-                yield (
-                    method,
-                    options,
-                    self._prompts(
-                        method, options, lengths=(double,), tasks=("passkey",), part=part
-                    ),
+                passkeys = self._prompts(
+                    method, options, lengths=(double,), tasks=("passkey",), part=part
                 )
+                yield method, options, passkeys
         if longest < quadruple:  # each forward is long
             yield from self._defaults(2, trained // 4, names[:2])
             yield from self._defaults(2, double, names[:2])
-        yield from self._defaults(2, double, names[:4], 3 * trained // 2, double)
+        yield from self._defaults(2, double, names[:4], prompts=(3 * trained // 2, double))
         if longest >= quadruple:
-            yield from self._defaults(4, quadruple, names[:2], quadruple)
+            yield from self._defaults(4, quadruple, names[:2], prompts=(quadruple,))
         for method, more in VARIANTS:
             options = {"factor": 2, **more}
             losses = [
@@ -187,15 +184,15 @@ class Measurement:
                 for name in names[:4]
             ]
             yield method, options, losses + self._prompts(method, options, (double,))
-        yield from self._defaults(2, double, names[4:], trained)
+        yield from self._defaults(2, double, names[4:], prompts=(trained,))
 
     def _defaults(
-        self, factor: float, length: int, documents: Sequence[str], *lengths: int
+        self, factor: float, length: int, documents: Sequence[str], prompts: Sequence[int] = ()
     ) -> Iterator[tuple[str, dict[str, Any], list[Cell]]]:
-        """Methods with their default options: some documents, and prompts of some lengths."""
+        """Methods with their default options: some documents, and ``prompts`` of these lengths."""
         for method, options in self._methods(factor):
             losses = self._losses(method, options, length, documents=documents)
-            yield method, options, losses + self._prompts(method, options, lengths)
+            yield method, options, losses + self._prompts(method, options, prompts)
 
     def _methods(self, factor: float) -> Iterator[tuple[str, dict[str, Any]]]:
         registered = [cls.name for cls in all_methods()]

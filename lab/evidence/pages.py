@@ -215,7 +215,7 @@ def table(evidence: Evidence) -> str:
         else:
             changes.append([_named(name), "" if name == "unpatched" else evidence.cost(name)])
     changes[0] = changes[0][: len(changes[1])]
-    return "\n".join(made for made in map(_measured, (positions, changes, prompts)) if made)
+    return "\n".join(part for part in map(_measured, (positions, changes, prompts)) if part)
 
 
 def _changes(evidence: Evidence, name: str) -> list[str]:
@@ -438,8 +438,8 @@ def write(root: Path) -> None:
         page = root / "docs" / "evidence.md"
         put(page, f"{name} conditions", f"\n{conditions(one)}\n")
         put(page, f"{name} 2x", f"\n{table(one)}\n")
-        for mark, made in {"behind": behind, "4x": quadruple, "settings": variants}.items():
-            if text := made(one):
+        for mark, write in {"behind": behind, "4x": quadruple, "settings": variants}.items():
+            if text := write(one):
                 put(page, f"{name} {mark}", f"\n{text}\n")
     page = root / "docs" / "evidence.md"
     for one in embedders:
@@ -451,7 +451,7 @@ def write(root: Path) -> None:
                 put(page, f"{name} {factor}x", f"\n{where}\n\n{text}\n")
     judged = [one for one in found if len(one.losses("unpatched", "2x")) >= 4]
     put(root / "README.md", "table", f"\n{short(judged[0])}\n")
-    ranked = (made for made in map(retrieval_page.summary, embedders) if made["methods"])
+    ranked = (row for row in map(retrieval_page.summary, embedders) if row["methods"])
     every = [*map(summary, judged), *ranked]
     data = json.dumps(every, indent=1) + "\n"
     (root / "rope_ext/advice/evidence.json").write_text(data, encoding="utf-8")

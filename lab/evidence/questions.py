@@ -13,6 +13,7 @@ import random
 import tarfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -195,10 +196,11 @@ def _prompts(frame: Frame, length: int, text: str, number: int, bin: int) -> lis
     first = PAIR.sentence.format(nth="first", key=keys[0])
     second = PAIR.sentence.format(nth="second", key=keys[1])
     pair = {depth: first, rng.random(): second}
+    build = partial(hide, frame, length=length, seed=number)
     return [
-        hide(frame, "passkey", length, number, filler, {depth: key}, KEY, keys[0]),
-        hide(frame, "needle", length, number, manual, {depth: fruits}, FRUIT, fruit),
-        hide(frame, "pair", length, number, manual, pair, PAIR, *keys),
+        build("passkey", hay=filler, needles={depth: key}, secret=KEY, answers=keys[:1]),
+        build("needle", hay=manual, needles={depth: fruits}, secret=FRUIT, answers=[fruit]),
+        build("pair", hay=manual, needles=pair, secret=PAIR, answers=keys),
     ]
 
 
@@ -210,12 +212,13 @@ def hide(
     hay: Sequence[str],
     needles: Mapping[float, str],
     secret: Secret,
-    *answers: str,
+    answers: Sequence[str],
 ) -> Case:
     """Build the start of the hay with its ``needles`` by depth, to be answered by decoding.
 
     At most ``length`` tokens with the answer, slightly fewer.
     """
+    answers = tuple(answers)
     spelled = " and ".join(answers)
     judge = WholeAnswer(answers[0]) if len(answers) == 1 else BothAnswers(answers)
     most = length - CHAT_ANSWER

@@ -88,13 +88,7 @@ class Retrievals:
         log = Log(self.output, HEADER, "make room or give --output another file")
         self.output.parent.mkdir(parents=True, exist_ok=True)
         log.open()
-        for line in read_lines(self.output):
-            if not all(name in line for name in Cell._fields):
-                continue  # of another task
-            cell = Cell(**{name: line[name] for name in Cell._fields})
-            known = line.get("model") == self.name and cell.length in self.cases
-            if known and line.get("questions") == self._asked(cell.length):
-                self.lines[cell] = line
+        self._read_lines()
         model = self.embedder.model
         dtype = str(model.dtype).removeprefix("torch.")
         common = {"model": self.name, "task": TASK, "seed": 0, "dtype": dtype}
@@ -124,6 +118,16 @@ class Retrievals:
                 keep(first, {"refused": reason})
                 print(f"{first.method}: {reason}", flush=True)
         return True
+
+    def _read_lines(self) -> None:
+        """Read what was measured before, on the same questions."""
+        for line in read_lines(self.output):
+            if not all(name in line for name in Cell._fields):
+                continue  # of another task
+            cell = Cell(**{name: line[name] for name in Cell._fields})
+            known = line.get("model") == self.name and cell.length in self.cases
+            if known and line.get("questions") == self._asked(cell.length):
+                self.lines[cell] = line
 
     def _asked(self, length: int) -> str:
         return self.cases[length][0].prompt

@@ -9,7 +9,7 @@ import json
 import math
 import statistics
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lab.laboratory import log
@@ -133,14 +133,7 @@ def _lead(results: Results) -> list[str]:
         elif rising and len(ties) > 1:
             words.append(f"{len(ties)} tie for {told} ({value}): {', '.join(sorted(ties))}.")
         else:
-            near = []
-            few = []
-            for name in order[1:]:
-                found = difference(by[name], by[best])
-                if found and not found.clear:
-                    (few if found.low is None else near).append(name)
-            also = f"; no clear difference from it: {_some(near)}" if near else ""
-            also += f"; too few seeds to tell: {_some(few)}" if few and seeds >= LEAST else ""
+            also = _also(by, order, seeds)
             words.append(f"{best} has {told} ({value}){also}.")
     seconds = _means(results.measures[SECONDS])
     if ROPE in seconds and len(seconds) > 1:
@@ -150,6 +143,20 @@ def _lead(results: Results) -> list[str]:
             f"with {ROPE} ({dear})."
         )
     return words
+
+
+def _also(by: Mapping[str, BySeed], order: Sequence[str], seeds: int) -> str:
+    """Name those that are not clearly worse than the first, and those with too few seeds."""
+    near = []
+    few = []
+    for name in order[1:]:
+        found = difference(by[name], by[order[0]])
+        if found and not found.clear:
+            (few if found.low is None else near).append(name)
+    also = f"; no clear difference from it: {_some(near)}" if near else ""
+    # With few seeds of all, the notes say so once.
+    also += f"; too few seeds to tell: {_some(few)}" if few and seeds >= LEAST else ""
+    return also
 
 
 def _some(names: list[str]) -> str:
@@ -336,7 +343,8 @@ def _choices(title: str, choices: Mapping[str, Mapping[str, Any]]) -> Table:
         )
         cells = [f"{chosen['model']:g}", f"{chosen['encoding']:g}", f"{chosen['initial']:g}"]
         if not record["own"]:
-            cells[1:], curve = [_NONE, _NONE], _NONE
+            cells[1:] = [_NONE, _NONE]
+            curve = _NONE
         cells += [f"{default:.3f}", f"{best:.3f}", str(len(tried)), curve]
         rows.append(Row((Cell(name), *map(Cell, cells))))
     header = ("", "rate of the model", "rate of the encoding", "initial tables")

@@ -177,7 +177,8 @@ class Results:
         if self.lengths:
             trained = self.lengths[0]
             longest = self.lengths[-1]
-            found[AT], found[FAR] = self.text("loss", trained), self.text("loss", longest)
+            found[AT] = self.text("loss", trained)
+            found[FAR] = self.text("loss", longest)
             for measure, times in ((TWICE, 2), (FOUR_TIMES, 4)):
                 found[measure] = self.text("loss", times * trained)
             found[FOUND] = self.text("retrieval", longest)

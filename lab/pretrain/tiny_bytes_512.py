@@ -212,12 +212,12 @@ class ProseRows(Rows):
 
     def sentences(self, rng: random.Random, tokens: int) -> list[int]:
         """Two to six made-up sentences repeated in turn, cut to ``tokens``."""
-        made = [
+        sentences = [
             self.encode(rng.choice(SENTENCES).format(*rng.sample(self.words, 2)))
             for _ in range(rng.randint(2, 6))
         ]
         ids: list[int] = []
-        for sentence in cycle(made):
+        for sentence in cycle(sentences):
             if len(ids) >= tokens:
                 return ids[:tokens]
             ids += sentence

@@ -217,7 +217,9 @@ def reproduce(table: Table, output: Path, dry: bool) -> bool:
             value = found.get(length, math.nan)
             good = agrees(table, cell, value)
             agreed &= good
-            verdict = "stand-in" if dry else "agrees" if good else "DIFFERS"
+            verdict = "agrees" if good else "DIFFERS"
+            if dry:
+                verdict = "stand-in"
             method = (
                 f"{cell.method} x{cell.factor:g}" if cell.method != "unpatched" else cell.method
             )

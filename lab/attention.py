@@ -71,9 +71,9 @@ def octaves(trained: int, length: int) -> tuple[int, ...]:
 def evenly(edges: Sequence[int]) -> torch.Tensor:
     """Share of each bin under uniform attention, float64, ``[bins]``."""
     tokens = edges[-1]
-    reach = torch.arange(max(0, tokens - QUERIES), tokens, dtype=torch.float64)[:, None] + 1
-    keys = torch.minimum(torch.tensor(edges), (reach - FIRST).clamp(min=0)).diff()
-    return (keys / reach).mean(0)
+    visible = torch.arange(max(0, tokens - QUERIES), tokens, dtype=torch.float64)[:, None] + 1
+    keys = torch.minimum(torch.tensor(edges), (visible - FIRST).clamp(min=0)).diff()
+    return (keys / visible).mean(0)
 
 
 @torch.no_grad()
@@ -90,7 +90,8 @@ def by_distance(model: nn.Module, rows: Sequence[tuple[int, ...]], edges: Sequen
     Raises:
         UnsupportedModelError: the layers do not use transformers' attention interface.
     """
-    decoder, device = text_decoder(model), cast(PreTrainedModel, model).device
+    decoder = text_decoder(model)
+    device = cast(PreTrainedModel, model).device
     layers: dict[nn.Module, list[torch.Tensor]] = {}
     inner = torch.tensor(edges[1:-1])
 
@@ -101,7 +102,8 @@ def by_distance(model: nn.Module, rows: Sequence[tuple[int, ...]], edges: Sequen
             return
         total = torch.zeros(len(edges), dtype=torch.float64)
         layers.setdefault(module, []).append(total)
-        places, size = torch.arange(tokens), max(1, WEIGHTS_AT_ONCE // (heads * tokens))
+        places = torch.arange(tokens)
+        size = max(1, WEIGHTS_AT_ONCE // (heads * tokens))
         first = max(0, tokens - QUERIES)
         for start in range(first, tokens, size):
             queries = slice(start, min(start + size, tokens))
@@ -145,7 +147,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     length = parse_length(args.length) if args.length else round(args.factor * trained)
     task = Perplexity(text=tuple(args.text), windows=args.windows)
     text = task.choose(Frame.from_tokenizer(tokenizer, "no"), (length,), 0, option="--length")
-    edges, lines = octaves(trained, length), dict[str, Shares]()
+    edges = octaves(trained, length)
+    lines = dict[str, Shares]()
     for name in ("unpatched", *split(args.method)):
         plain = name == "unpatched"
         with nullcontext() if plain else rope_ext.patched(model, name, factor=args.factor):
@@ -154,7 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     within = by_distance(model, text.at(inner[-1]), inner)
     figure = style.figure_of(9.5, 4.8)
     axes = figure.subplots()
-    draw(axes, lines, within, trained)
+    draw(axes, lines, within, trained=trained)
     title = f"{Path(args.model).name}: attention of the last {QUERIES} of {length} tokens"
     axes.set_title(title, **style.TITLE)
     style.legend_below(figure, axes)

@@ -69,7 +69,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     hay = [f" {word}" for word in text.split()]
     needle = {DEPTH: KEY.sentence.format(key=ANSWER)}
     frame = Frame.from_tokenizer(tokenizer)
-    case = hide(frame, "passkey", length, 0, hay, needle, KEY, ANSWER)
+    case = hide(
+        frame, "passkey", length, seed=0, hay=hay, needles=needle, secret=KEY, answers=[ANSWER]
+    )
     ends = range(WINDOW, len(case.ids) + WINDOW, WINDOW)
     shown = ends[::-1][::2][::-1]  # every second one, with the last
     print("\nperplexity of the 1024 tokens before position")

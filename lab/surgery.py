@@ -143,17 +143,18 @@ class Bench:
 
     def train(self, name: str, steps: int) -> Path:
         """Train an adapter for ``steps``; 0 makes one step with a learning rate of 0."""
-        run, made = self.output / f"{name}-{steps}", OPERATIONS[name]
+        run = self.output / f"{name}-{steps}"
+        operation = OPERATIONS[name]
         if (run / "rope_ext.json").exists():
             return run
-        length = self.length if made.trained_rows else 2 * self.length
+        length = self.length if operation.trained_rows else 2 * self.length
         words = ["--config", self.config, "--model", self.model, "--factor", f"{self.factor:g}"]
         words += ["--length", str(length), "--max_steps", str(max(1, steps))]
         words += ["--per_device_train_batch_size", str(self.batch * self.length // length)]
         words += ["--lora_r", _RANK, "--lora_alpha", _RANK, "--lora_target", *_LINEAR]
         words += ["--retrieval_share", "0"]  # text only, the same for all operations
-        words += ["--output_dir", str(run), "--method", made.method, *made.words]
-        words += [*(_CONSECUTIVE if made.trained_rows else ()), *self.more]
+        words += ["--output_dir", str(run), "--method", operation.method, *operation.words]
+        words += [*(_CONSECUTIVE if operation.trained_rows else ()), *self.more]
         words += [] if steps else ["--learning_rate", "0"]
         if any(run.glob("checkpoint-*")):
             words += ["--resume_from_checkpoint", "true"]
@@ -169,7 +170,8 @@ class Bench:
             c: ``c`` of DroPE; 0 for no temperature.
             tune: evaluate training text, at the longest length only.
         """
-        run, method = self.output / f"{name}-{steps}", OPERATIONS[name].method
+        run = self.output / f"{name}-{steps}"
+        method = OPERATIONS[name].method
         options: dict[str, dict[str, Any]] = {}
         if c:  # the adapter was trained without RoPE, and DroPE has none either
             method = "drope"
@@ -221,7 +223,7 @@ class Bench:
         best = min(loss, key=loss.__getitem__)
         found = self.read(name, steps, best)
         note = f"{name}: c {best:g} of {', '.join(f'{c:g}' for c in loss)}, chosen on other text"
-        return Reading(found.name, found.report, found.system, note)
+        return Reading(name=found.name, report=found.report, system=found.system, note=note)
 
 
 def table(readings: Sequence[Reading], bench: Bench) -> str:
@@ -239,7 +241,9 @@ def table(readings: Sequence[Reading], bench: Bench) -> str:
         for reading in (unpatched, *readings):
             found = (reading.report.estimates[task, reading.system, n] for n in bench.lengths)
             cells = [reading.name, *(shown(one, kind) for one in found)]
-            cells.append("" if reading is base else _against(reading, base, bench, task, kind))
+            cells.append(
+                "" if reading is base else _against(reading, base, bench, task=task, kind=kind)
+            )
             lines.append(f"| {' | '.join(cells)} |")
         lines.append("")
     lines += [reading.note for reading in readings if reading.note]
@@ -291,7 +295,8 @@ def main(given: Sequence[str] | None = None) -> None:
     add("--trials", type=int, default=4, help="number of passkeys at each of five depths")
     add("--output", type=Path, help="default: runs/surgery/NAME")
     args, more = parser.parse_known_args(given)
-    names, mistakes = args.only.split(","), Mistakes()
+    names = args.only.split(",")
+    mistakes = Mistakes()
     for name in names:
         if name not in OPERATIONS:
             known = ", ".join(OPERATIONS)

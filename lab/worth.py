@@ -60,7 +60,8 @@ class Study:
 
     def training(self, factor: int, arm: str, seed: int) -> list[str]:
         """The command that trains one adapter."""
-        folder, target = self.adapter(factor, arm, seed), self.trained * factor
+        folder = self.adapter(factor, arm, seed)
+        target = self.trained * factor
         row = self.row if arm == "pose" else target
         rows = max(1, self.step_tokens // row)
         steps = max(1, self.tokens // (rows * row))
@@ -80,7 +81,8 @@ class Study:
 
     def measurements(self, factor: int, adapter: Path | None) -> Iterator[list[str]]:
         """The commands that measure one adapter; None: the model without and with YaRN."""
-        twice, target = 2 * self.trained, min(4, factor) * self.trained
+        twice = 2 * self.trained
+        target = min(4, factor) * self.trained
         folder = self.output / f"untrained-{factor}x" if adapter is None else adapter
         inside, beyond = self.documents
         long = f"{twice},{target}" if target > twice else str(target)
@@ -122,11 +124,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--factors", type=int, nargs="+", default=[4, 8])
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=["pose"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[42, 43, 44])
-    parser.add_argument("--trained", type=int, default=8192, help="trained length, tokens")
-    parser.add_argument("--row", type=int, default=2048, help="row of PoSE, tokens")
-    parser.add_argument("--tokens", type=int, default=45 * 4096, help="of each training run")
-    parser.add_argument("--documents", type=int, nargs=2, default=[8, 3], metavar=("IN", "BEYOND"))
-    parser.add_argument("--passkeys", type=int, default=4, help="prompts at each of five depths")
+    parser.add_argument("--trained", type=int, default=Study.trained, help="trained length, tokens")
+    parser.add_argument("--row", type=int, default=Study.row, help="row of PoSE, tokens")
+    parser.add_argument("--tokens", type=int, default=Study.tokens, help="of each training run")
+    parser.add_argument(
+        "--documents", type=int, nargs=2, default=Study.documents, metavar=("IN", "BEYOND")
+    )
+    parser.add_argument(
+        "--passkeys", type=int, default=Study.passkeys, help="prompts at each of five depths"
+    )
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no command after that")
     parser.add_argument("--dry-run", action="store_true", help="print the commands")
     args = parser.parse_args(arguments)
@@ -141,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         documents=tuple(args.documents),
         passkeys=args.passkeys,
     )
-    for mark, words in commands(study, args.factors, args.arms, args.seeds):
+    for mark, words in commands(study, args.factors, args.arms, seeds=args.seeds):
         if args.dry_run:
             print(shlex.join(words))
         elif not mark.exists():

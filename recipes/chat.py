@@ -55,6 +55,7 @@ def conversation_of(row: Mapping[str, Any]) -> str:
 
 
 def _conversation(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert a row of a known shape to messages, or to a prompt and its completion."""
     given = _without_none(row)
     more = {"tools": given["tools"]} if given.get("tools") else {}
     if "messages" in given:
@@ -63,7 +64,8 @@ def _conversation(row: Mapping[str, Any]) -> dict[str, Any]:
         system = [{"from": "system", "value": given["system"]}] if given.get("system") else []
         return {"messages": _messages([*system, *given["conversations"]]), "first": 0, **more}
     if "completion" in given:
-        prompt, completion = given["prompt"], given["completion"]
+        prompt = given["prompt"]
+        completion = given["completion"]
         if isinstance(prompt, str) and isinstance(completion, str):
             return {"prompt": prompt, "completion": completion}
         before = _messages(prompt)
@@ -163,12 +165,12 @@ class _Programs:
         # Real tokens of a long text would need more memory than a template may take.
         reader = copy.copy(self.tokenizer)
         reader.__class__ = type("Reader", (_Characters, type(reader)), {})
-        made = reader.apply_chat_template(
+        rendered = reader.apply_chat_template(
             messages, return_dict=True, return_assistant_tokens_mask=True, **options
         )
-        edges = np.diff(made["assistant_masks"], prepend=0, append=0)
+        edges = np.diff(rendered["assistant_masks"], prepend=0, append=0)
         begins, ends = (np.flatnonzero(edges == edge).tolist() for edge in (1, -1))
-        return made["text"], list(zip(begins, ends, strict=True))
+        return rendered["text"], list(zip(begins, ends, strict=True))
 
     def training_template(self) -> str | None:
         """TRL's template for training in place of a known template; None without one."""
@@ -222,7 +224,8 @@ class _Conversations:
     def tokenize(self, row: Mapping[str, Any]) -> tuple[list[int], list[bool]]:
         if "completion" in row:
             return self._completion(row["prompt"], row["completion"])
-        messages, first = row["messages"], row["first"]
+        messages = row["messages"]
+        first = row["first"]
         if self.tokenizer.chat_template is None:
             raise DataError(
                 "the tokenizer has no chat template, which messages need; save it with one, or "
@@ -291,7 +294,8 @@ class _Conversations:
         ids, scored = self._in_spans(
             prompt + completion, [(len(prompt), len(prompt) + len(completion))]
         )
-        head, end = list(beginning(self.tokenizer)), self.tokenizer.eos_token_id
+        head = list(beginning(self.tokenizer))
+        end = self.tokenizer.eos_token_id
         if ids[: len(head)] != head:
             ids, scored = head + ids, [False] * len(head) + scored
         if end is not None and ids[-1:] != [end]:
@@ -301,15 +305,15 @@ class _Conversations:
     def _in_spans(
         self, text: str, spans: Sequence[tuple[int, int]]
     ) -> tuple[list[int], list[bool]]:
-        made = self.tokenizer(
+        encoded = self.tokenizer(
             text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
         )
         scored = [
             # A token with letters of both belongs to the answer, as in recipes/retrieval.py.
             any(start < last and first < end for first, last in spans)
-            for start, end in made["offset_mapping"]
+            for start, end in encoded["offset_mapping"]
         ]
-        return list(made["input_ids"]), scored
+        return list(encoded["input_ids"]), scored
 
 
 def _marks_answers(template: Any) -> bool:

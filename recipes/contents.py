@@ -105,7 +105,8 @@ def contents(
         longest: length of the longest document that is used, tokens; None: any.
         rows: number of rows made of them.
     """
-    sizes, texts = np.asarray(counts, np.int64), np.asarray(digests, np.int64)
+    sizes = np.asarray(counts, np.int64)
+    texts = np.asarray(digests, np.int64)
     short = (sizes > 0) & (sizes < minimum)
     above = sizes > longest if longest is not None else np.zeros_like(short)
     filled = texts[sizes > 0]

@@ -29,7 +29,8 @@ PYTHON_LIBRARY = "python-library"
 """Name of the dataset made of the Python standard library, which needs no download."""
 
 IGNORED = -100  # label without a loss, as in torch and transformers
-_LOOKED_AT, _ENOUGH = 1024, 16  # documents sampled from a stream: at most, and long ones needed
+_LOOKED_AT = 1024  # most documents sampled from a stream
+_ENOUGH = 16  # long documents after which sampling stops
 _ROWS = 100  # rows packed at once; on average, half a row is dropped
 
 
@@ -66,10 +67,10 @@ def documents(
         if listing is not None:
             files = listing.files
             first = first_rows(files, column, _ENOUGH)
-            _require(name, first, column, chat)
+            _require(name, first, column, chat=chat)
             convert = conversation_of if chat else None
             return load_files(files, column, streaming=streaming, strict=strict, convert=convert)
-        data = _dataset(name, config, split, streaming)
+        data = _dataset(name, config, split, streaming=streaming)
         first = list(data.take(_ENOUGH))
     except DataError:
         raise
@@ -84,7 +85,7 @@ def documents(
             f"{nowhere(name)}; give --dataset an existing file or directory, a Hub dataset ID, or "
             f"{PYTHON_LIBRARY}"
         ) from error
-    _require(name, first, column, chat)
+    _require(name, first, column, chat=chat)
     if chat:
         return data.map(_as_conversation, remove_columns=list(first[0]))
     data = data.select_columns(column)
@@ -153,7 +154,7 @@ class Tokenize:
         head = list(beginning(self.tokenizer))
         end = self.tokenizer.eos_token_id
         tail = [] if end is None else [end]
-        made = []
+        encoded = []
         for text in batch["text"]:
             if not isinstance(text, str | None):
                 raise DataError(
@@ -165,9 +166,9 @@ class Tokenize:
             begun = ids[: len(head)] == head  # the text itself starts with the token
             ended = tail and ids[-1:] == tail
             whole = [*([] if begun else head), *ids, *([] if ended else tail)]
-            made.append(whole if ids else [])
+            encoded.append(whole if ids else [])
         digests = [digest_of(text) for text in texts]
-        return {"input_ids": made, "tokens": [len(ids) for ids in made], "digest": digests}
+        return {"input_ids": encoded, "tokens": [len(ids) for ids in encoded], "digest": digests}
 
 
 @dataclass(frozen=True)
@@ -186,13 +187,15 @@ class Pack:
         rows = sum(map(len, documents)) // self.length
         shape = (rows, self.length)
         size = rows * self.length
-        made = {"input_ids": np.concatenate(documents)[:size].reshape(shape)}
+        columns = {"input_ids": np.concatenate(documents)[:size].reshape(shape)}
         if self.masking:
+            # Positions count from the last start of a document in the row, or from the start of the
+            # row.
             first = np.concatenate([np.arange(len(ids)) == 0 for ids in documents])
             first = first[:size].reshape(shape)
             at = np.arange(self.length, dtype=np.int32)
-            made["position_ids"] = at - np.maximum.accumulate(np.where(first, at, 0), axis=1)
-        return made
+            columns["position_ids"] = at - np.maximum.accumulate(np.where(first, at, 0), axis=1)
+        return columns
 
     def rows(self, tokens: int) -> float:
         return tokens / self.length
@@ -224,11 +227,11 @@ class Chunk:
     def __call__(self, batch: Mapping[str, Sequence[Sequence[int]]]) -> dict[str, Any]:
         documents = [np.asarray(ids, dtype=np.int32) for ids in batch["input_ids"]]
         whole = [ids[: len(ids) // self.length * self.length] for ids in documents]
-        made = {"input_ids": np.concatenate(whole).reshape(-1, self.length)}
+        columns = {"input_ids": np.concatenate(whole).reshape(-1, self.length)}
         if self.masking:
             positions = np.arange(self.length, dtype=np.int32)
-            made["position_ids"] = np.tile(positions, (len(made["input_ids"]), 1))
-        return made
+            columns["position_ids"] = np.tile(positions, (len(columns["input_ids"]), 1))
+        return columns
 
     def rows(self, tokens: int) -> float:
         return float(tokens // self.length)
@@ -263,7 +266,8 @@ class Bookend:
         whole = np.concatenate([np.asarray(ids, dtype=np.int32) for ids in batch["input_ids"]])
         head, tail = np.asarray(self.head, np.int32), np.asarray(self.tail, np.int32)
         inner = self.length - len(head) - len(tail)
-        rows, at = [], 0
+        rows = []
+        at = 0
         while True:
             if len(head) and np.array_equal(whole[at : at + len(head)], head):
                 at += len(head)
@@ -363,10 +367,11 @@ def rows(
         DataError: no document is long enough, or the data does not fill a single row.
     """
     if isinstance(data, IterableDataset):
-        made = source(data, tokenizer, pack, minimum=minimum, seed=seed, tokenize=tokenize)
-        return Stream([made], [1.0], seed), first_contents(data, files)
+        stream = source(data, tokenizer, pack, minimum=minimum, seed=seed, tokenize=tokenize)
+        return Stream([stream], [1.0], seed), first_contents(data, files)
     tokenize = tokenize or Tokenize(tokenizer)
-    minimum, longest = max(minimum, pack.shortest), getattr(pack, "longest", None)
+    minimum = max(minimum, pack.shortest)
+    longest = getattr(pack, "longest", None)
     problems = [each for each in data[PROBLEM] if each] if PROBLEM in data.column_names else []
     numbers = {"tokens": Value("int64"), "digest": Value("int64")}
     columns = [name for name in ("input_ids", "scored") if name in tokenize.names]
@@ -380,7 +385,7 @@ def rows(
     most = math.inf if longest is None else longest
     kept = data.filter(lambda row: minimum <= row["tokens"] <= most)
     counts = data["tokens"][:]
-    long = _long(counts, minimum, pack, "all")
+    long = _long(counts, minimum, pack, which="all")
     batch = math.ceil(_ROWS * len(long) / _whole(long, pack))  # documents for _ROWS rows
     features = {name: List(Value("int32")) for name in pack.names}
     packed = kept.map(
@@ -440,7 +445,7 @@ def source(
         if sum(pack.rows(count) for count in counts if count >= minimum) >= 1:
             break
     else:
-        long = _long(counts, minimum, pack, "the first")
+        long = _long(counts, minimum, pack, which="the first")
         if len(counts) < _LOOKED_AT:
             _whole(long, pack)
     longest = getattr(pack, "longest", None)
@@ -451,7 +456,7 @@ def source(
             f"such conversations are dropped; give a longer --length to keep them",
             stacklevel=2,
         )
-    return Source(data, tokenize, pack, minimum, seed)
+    return Source(documents=data, tokenize=tokenize, pack=pack, minimum=minimum, seed=seed)
 
 
 def _long(counts: list[int], minimum: int, pack: Packer, which: str) -> list[int]:
@@ -468,19 +473,19 @@ def _long(counts: list[int], minimum: int, pack: Packer, which: str) -> list[int
 
 def _whole(long: list[int], pack: Packer) -> float:
     """Number of rows from documents of these lengths."""
-    made = sum(map(pack.rows, long))
+    count = sum(map(pack.rows, long))
     fills = getattr(pack, "longest", None) is not None
-    if fills and not made:
+    if fills and not count:
         raise DataError(
             f"all {len(long)} conversations have more than --length {pack.length} tokens; give a "
             f"longer --length"
         )
-    if made < 1 and not fills:
+    if count < 1 and not fills:
         raise DataError(
             f"the data has {sum(long)} tokens in {len(long)} documents, not enough for one row of "
             f"--length {pack.length}; use more data or a smaller --length"
         )
-    return made
+    return count
 
 
 def _number(row: dict[str, Any], index: int) -> dict[str, Any]:
@@ -518,9 +523,9 @@ class Collator:
             return {"input_ids": torch.zeros_like(nothing), "labels": nothing}
         weights: torch.Tensor | None = None
         if self.retrieval is not None and "index" in rows[0]:
-            made = [self._with_facts(row) for row in rows]
-            rows = [row for row, _ in made]
-            weights = torch.tensor([each for _, each in made])
+            pairs = [self._with_facts(row) for row in rows]
+            rows = [row for row, _ in pairs]
+            weights = torch.tensor([each for _, each in pairs])
         batch = self._batch(rows)
         for number, row in enumerate(rows):
             if "scored" in row:

@@ -32,7 +32,7 @@ def archive() -> Path:
     path = FOLDER / ARCHIVE
     if not path.exists():
         try:
-            download("django", RELEASE, SHA256, FOLDER)
+            download("django", version=RELEASE, sha256=SHA256, folder=FOLDER)
         except DownloadError as error:
             raise SystemExit(str(error)) from None
     found = hashlib.sha256(path.read_bytes()).hexdigest()

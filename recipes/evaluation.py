@@ -40,15 +40,17 @@ def held_out(
     Raises:
         DataError: there are not enough documents.
     """
-    tokenize, kept, read = Tokenize(tokenizer), [], 0
+    tokenize = Tokenize(tokenizer)
+    kept = []
+    read = 0
     for batch in documents.iter(_READ):
         tokens = tokenize({"text": batch["text"]})["input_ids"]
         for ids in tokens:
             read += 1
             kept += [ids] if len(ids) >= max(minimum, 1) else []
             if sum(map(len, kept)) >= rows * length:
-                made = Pack(length)({"input_ids": kept})["input_ids"][:rows]
-                return [{"input_ids": row} for row in made], read
+                packed = Pack(length)({"input_ids": kept})["input_ids"][:rows]
+                return [{"input_ids": row} for row in packed], read
     raise DataError(
         f"the data has {sum(map(len, kept))} tokens, not enough for --eval_rows {rows} of "
         f"{length} tokens; lower --eval_rows or --eval_length, or give another --eval_dataset"

@@ -48,7 +48,8 @@ class Listing:
     hidden: int = 0
 
     def __str__(self) -> str:
-        others, left_out = sum(self.skipped.values()), []
+        others = sum(self.skipped.values())
+        left_out = []
         if others:
             kinds = " ".join(sorted(suffix or "none" for suffix in self.skipped))
             left_out.append(f"{others:,} with other suffixes: {kinds}")
@@ -185,12 +186,13 @@ def _documents(
     strict: bool,
     convert: Callable[[Row], str] | None,
 ) -> Iterator[dict[str, Any]]:
+    """Yield the documents of files; of a file that cannot be read, the reason, or DataError."""
     for name, *_ in files:
         columns: set[str] = set()
         try:
             for row in read_rows(Path(name), column):
                 columns |= row.keys()
-                yield {"text": _text_of(row, name, column, convert), PROBLEM: None}
+                yield {"text": _text_of(row, name, column, convert=convert), PROBLEM: None}
         except UnreadableError as error:
             if strict:
                 raise DataError(f"{error}; repair or remove it, or give --bad_files skip") from None

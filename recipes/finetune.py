@@ -16,7 +16,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -80,6 +80,7 @@ from recipes.settings import (
 from recipes.stream import Stream
 from rope_eval.folder import lock
 from rope_ext.command.terminal import first_process, show, stoppable, tell, tell_next, unused
+from rope_ext.config.nested import text_of
 from rope_ext.encodings import Encoding
 from rope_ext.errors import Mistakes, OptionError, RopeExtError, first_line
 from rope_ext.methods import DynamicMethod, Method, SSMax, Temperature, reach
@@ -133,12 +134,14 @@ def check(recipe: Recipe, args: Any, mistakes: Mistakes | None = None) -> Plan:
     check_together(recipe, args, mistakes)
     with mistakes.collected():
         check_output(recipe, args)
-    config, tokenizer = None, None
+    config = None
+    tokenizer = None
     if recipe.model is not None:
         with mistakes.collected():
             config = load_config(recipe.model)
             tokenizer = load_tokenizer(recipe.model)
-    buildable, target = not mistakes, 0
+    buildable = not mistakes
+    target = 0
     if config is not None and recipe.length is not None:
         with mistakes.collected():
             _check_parallelism(recipe, args, config)
@@ -153,12 +156,15 @@ def check(recipe: Recipe, args: Any, mistakes: Mistakes | None = None) -> Plan:
     if tokenizer is not None and uses_chat(recipe):
         with mistakes.collected():
             require_template(tokenizer)
-    cases, length = [], recipe.eval_length or target
+    cases = []
+    length = recipe.eval_length or target
     if length and args.eval_strategy != "no" and tokenizer is not None:
         with mistakes.collected():
             cases = evaluation.passkeys(tokenizer, length, recipe.eval_passkeys)
     mistakes.report()
-    return Plan(config, tokenizer, target, length, cases)
+    return Plan(
+        config=config, tokenizer=tokenizer, target=target, eval_length=length, passkeys=cases
+    )
 
 
 def uses_chat(recipe: Recipe) -> bool:
@@ -170,6 +176,7 @@ def uses_chat(recipe: Recipe) -> bool:
 
 
 def _check_parallelism(recipe: Recipe, args: Any, config: Any) -> None:
+    """Raise OptionError for a recipe that context or sequence parallelism would train otherwise."""
     cp_size = context_parallel_size(args.parallelism_config)
     if recipe.restoration and cp_size > 1:
         raise OptionError(
@@ -191,6 +198,7 @@ def _check_parallelism(recipe: Recipe, args: Any, config: Any) -> None:
 
 
 def _check_ulysses(recipe: Recipe, args: Any, sp_size: int) -> None:
+    """Raise OptionError where Ulysses would not take the mean over all labels of a step."""
     other = "launch with recipes/accelerate/deepspeed_zero3.yaml"
     if args.eval_strategy != "no":
         raise OptionError(
@@ -215,7 +223,8 @@ def _check_ulysses(recipe: Recipe, args: Any, sp_size: int) -> None:
 
 def _check_length(recipe: Recipe, config: Any) -> int:
     """Check that rows of the given length can train for the target; returns it in tokens."""
-    method, scheme = method_of(recipe), scheme_of(recipe)
+    method = method_of(recipe)
+    scheme = scheme_of(recipe)
     bare = _bare(replace(recipe, attn=None, dtype="float32"), config, meta=True)
     trained, target = lengths(recipe, bare)
     if scheme == "mixed_windows":
@@ -276,6 +285,7 @@ def _check_model(recipe: Recipe, config: Any) -> None:
 
 
 def _bare(recipe: Recipe, config: Any, meta: bool) -> Any:
+    """Load the model without a patch; with ``meta``, build it without weights."""
     options: dict[str, Any] = {"dtype": recipe.dtype}
     if recipe.attn is not None:
         options["attn_implementation"] = recipe.attn
@@ -353,13 +363,14 @@ def build(recipe: Recipe, config: Any, meta: bool = False, rows: Any = ()) -> An
     With ``meta``, it has no weights, and methods that need weights for their checks are skipped.
     ``rows``: training rows, to which ``init: model`` fits the encoding.
     """
-    return _extend(recipe, _bare(recipe, config, meta), meta, rows)
+    return _extend(recipe, model=_bare(recipe, config, meta), meta=meta, rows=rows)
 
 
 def _extend(recipe: Recipe, model: Any, meta: bool, rows: Any = ()) -> Any:
+    """Patch a model, fit its encoding if asked for, and add LoRA and the chunked loss."""
     method = method_of(recipe)
     if method is None:
-        text = model.config.get_text_config(decoder=True)
+        text = text_of(model.config)
         text.max_position_embeddings = lengths(recipe, model)[1]
     elif not (meta and (method.replaces_attention or method.chosen_temperature is not None)):
         trained, _ = lengths(recipe, model)
@@ -393,7 +404,7 @@ def with_lora(model: Any, recipe: Recipe) -> Any:
     extra = embeddings_and_norms(model) if recipe.train_embeddings_and_norms else []
     # Parameters of an encoding start at random, and LoRA cannot make up for that.
     encoding = sorted({name.split(".")[-2] for name in learned(model)})
-    tied = model.config.get_text_config(decoder=True).tie_word_embeddings
+    tied = text_of(model.config).tie_word_embeddings
     options = lora_options(recipe)
     if next(model.parameters()).is_meta:  # no weights to take initial values from
         options["init_lora_weights"] = True
@@ -407,15 +418,15 @@ def with_lora(model: Any, recipe: Recipe) -> Any:
         ensure_weight_tying=bool(extra and tied),
         **options,
     )
-    named = [f".{name}" for name, _ in model.named_modules()]
     try:
-        for target in settings.target_modules if isinstance(_targets(recipe), list) else ():
-            if not any(name.endswith(f".{target}") for name in named):
-                raise ValueError(f"it has no layer {target}")
+        if isinstance(_targets(recipe), list):
+            _require_layers(model, settings.target_modules)
         whole = peft.get_peft_model(model, settings)
     except ValueError as error:
         linear = {
-            n.rsplit(".", 1)[-1] for n, m in model.named_modules() if hasattr(m, "in_features")
+            name.rsplit(".", 1)[-1]
+            for name, module in model.named_modules()
+            if hasattr(module, "in_features")
         }
         raise OptionError(
             f"cannot add LoRA to this model ({first_line(error)}); give --lora_target some of "
@@ -431,6 +442,14 @@ def with_lora(model: Any, recipe: Recipe) -> Any:
     return whole
 
 
+def _require_layers(model: Any, targets: Iterable[str]) -> None:
+    """Raise ValueError if a target is the end of no layer's name; PEFT needs only one that is."""
+    names = [f".{name}" for name, _ in model.named_modules()]
+    for target in targets:
+        if not any(name.endswith(f".{target}") for name in names):
+            raise ValueError(f"it has no layer {target}")
+
+
 def _targets(recipe: Recipe) -> list[str] | str:
     """Names of layers, or a text for PEFT: all-linear, no layer, or a regular expression."""
     [first, *others] = recipe.lora_target
@@ -442,8 +461,8 @@ def _targets(recipe: Recipe) -> list[str] | str:
     return first if pattern or first == ALL_LINEAR else recipe.lora_target
 
 
-def _in_bfloat16(module: Any, given: Any, made: torch.Tensor) -> torch.Tensor:
-    return made.bfloat16()
+def _in_bfloat16(module: Any, given: Any, output: torch.Tensor) -> torch.Tensor:
+    return output.bfloat16()
 
 
 def _shared(model: Any) -> dict[str, str]:
@@ -473,7 +492,8 @@ class LongTrainer(Trainer):
     """
 
     def __init__(self, recipe: Recipe, *args: Any, plan: Plan | None = None, **kwargs: Any) -> None:
-        self.recipe, self.plan = recipe, plan
+        self.recipe = recipe
+        self.plan = plan
         super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -494,8 +514,8 @@ class LongTrainer(Trainer):
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
-            made = self._create_optimizer(model)
-            set_temperature_rate(self.model if model is None else model, made, self.recipe)
+            optimizer = self._create_optimizer(model)
+            set_temperature_rate(self.model if model is None else model, optimizer, self.recipe)
         return super().create_optimizer(model)
 
     def _create_optimizer(self, model: Any) -> torch.optim.Optimizer:
@@ -547,7 +567,9 @@ class LongTrainer(Trainer):
         num_items_in_batch: Any = None,
     ) -> Any:
         """Like Trainer's; in training, adds the restoration loss on the start of each row."""
-        result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        result = super().compute_loss(
+            model, inputs, return_outputs, num_items_in_batch=num_items_in_batch
+        )
         if not (self.recipe.restoration and model.training):
             return result
         loss = result[0] if return_outputs else result
@@ -560,6 +582,7 @@ class LongTrainer(Trainer):
         return (loss, result[1]) if return_outputs else loss
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        # Training goes on with the random numbers that it would have without an evaluation.
         with evaluation.preserve_rng_state():
             metrics = super().evaluate(*args, **kwargs)
         if self.is_world_process_zero():
@@ -632,7 +655,8 @@ def set_temperature_rate(model: Any, optimizer: torch.optim.Optimizer, recipe: R
     scales = [p for n, p in named if p.requires_grad and f".{TEMPERATURE}." in n]
     if not scales:
         return
-    groups, moved = optimizer.param_groups, set(map(id, scales))
+    groups = optimizer.param_groups
+    moved = set(map(id, scales))
     options = {**groups[0], "params": scales, "lr": recipe.temperature_lr, "weight_decay": 0.0}
     for group in groups:
         group["params"] = [p for p in group["params"] if id(p) not in moved]
@@ -685,7 +709,8 @@ def read(recipe: Recipe, args: TrainingArguments, plan: Plan) -> Data:
     Raises:
         DataError: data cannot be read, or does not fill a row.
     """
-    tokenizer, given = plan.tokenizer, parts(recipe)
+    tokenizer = plan.tokenizer
+    given = parts(recipe)
     times = positions.DOCUMENT if recipe.positions == "pose_released" else 1
     packs = [
         data.packer(
@@ -715,14 +740,15 @@ def read(recipe: Recipe, args: TrainingArguments, plan: Plan) -> Data:
     tokenize = [data.tokenization(tokenizer, part.format == CHAT) for part in given]
     held = None
     if args.eval_strategy != "no":
-        apart = texts[0]
+        held_out = texts[0]
         if recipe.eval_dataset is not None:
-            name, split = recipe.eval_dataset, recipe.eval_split
-            apart = data.documents(
+            name = recipe.eval_dataset
+            split = recipe.eval_split
+            held_out = data.documents(
                 name, split=split, column=recipe.text_column, streaming=True, strict=strict
             )
         held, taken = evaluation.held_out(
-            apart,
+            held_out,
             tokenizer,
             length=plan.eval_length,
             rows=recipe.eval_rows,
@@ -732,7 +758,7 @@ def read(recipe: Recipe, args: TrainingArguments, plan: Plan) -> Data:
             texts = [texts[0].skip(taken)]
     minima = [part.minimum_document for part in given]
     if not recipe.datasets:
-        made, found = data.rows(
+        rows, found = data.rows(
             texts[0],
             tokenizer,
             packs[0],
@@ -741,7 +767,7 @@ def read(recipe: Recipe, args: TrainingArguments, plan: Plan) -> Data:
             files=listings[0],
             tokenize=tokenize[0],
         )
-        return Data(made, held, (found,))
+        return Data(rows, held, (found,))
     sources = [
         data.source(text, tokenizer, pack, minimum=minimum, seed=args.seed, tokenize=each)
         for text, pack, minimum, each in zip(texts, packs, minima, tokenize, strict=True)
@@ -787,10 +813,13 @@ class Steps(TrainerCallback):
     """Tells how much there is to train, and sets the epoch of the collator."""
 
     def __init__(self, collator: data.Collator) -> None:
-        self.collator, self.tokens, self.batches = collator, 0, 0  # tokens of a step
+        self.collator = collator
+        self.tokens = 0  # of a step
+        self.batches = 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        steps, self.begun = state.max_steps - state.global_step, time.monotonic()
+        steps = state.max_steps - state.global_step
+        self.begun = time.monotonic()
         self.batches = steps * args.gradient_accumulation_steps
         tell(f"{steps:,} steps of {self.tokens:,} tokens")
 
@@ -850,11 +879,12 @@ def run(recipe: Recipe, args: TrainingArguments, plan: Plan) -> None:
     folder = Path(args.output_dir).resolve()
     alone = lock(folder.parent, folder.name, option="--output_dir", required=False)
     with alone if first_process() else contextlib.nullcontext():
-        _train(recipe, args, plan, found)
+        _train(recipe, args, plan, found=found)
     tell_next(next_command(recipe, args, plan))
 
 
 def _train(recipe: Recipe, args: TrainingArguments, plan: Plan, found: Data) -> None:
+    """Train and save, resuming where ``args`` say."""
     set_seed(args.seed)
     rows = found.rows
     model = build(recipe, plan.config, rows=rows)

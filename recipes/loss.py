@@ -66,7 +66,8 @@ class ChunkedLoss:
         self.divisor: torch.Tensor | int | None = None  # sum of the weights of all labels of a step
         self.weights: torch.Tensor | None = None  # weight of each label in the loss
         self.returned: torch.Tensor | None = None  # set by the output layer: the loss and _MARK
-        self.head, self.logits = head, head.forward
+        self.head = head
+        self.logits = head.forward
         forward = model.forward
 
         @functools.wraps(forward)  # not a hook, because older versions of peft call forward
@@ -99,11 +100,13 @@ class ChunkedLoss:
         """Forward of the output layer: the loss and a mark if there are labels, else logits."""
         if self.labels is None:
             return self.logits(hidden)
-        weight, bias = self.head.weight, self.head.bias
+        weight = self.head.weight
+        bias = self.head.bias
         device = hidden.device.type
         if device != "meta" and torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
-            hidden, weight = hidden.to(dtype), weight.to(dtype)
+            hidden = hidden.to(dtype)
+            weight = weight.to(dtype)
             bias = None if bias is None else bias.to(dtype)
         labels = self.labels.flatten().to(hidden.device)
         losses = nn.functional.linear_cross_entropy(
@@ -119,8 +122,11 @@ class ChunkedLoss:
         if self.weights is not None:
             weights = self.weights.flatten().to(losses.device)
             losses, scored = losses * weights, scored * weights
+        # Trainer passes the number of labels in all accumulated rows, so that their losses add up.
         loss = losses.sum() / (scored.sum() if self.divisor is None else self.divisor)
-        self.labels, self.returned = None, torch.stack((loss, torch.full_like(loss, _MARK)))
+        self.labels = None
+        # The mark shows whether the model changed what it takes for logits, such as by a soft cap.
+        self.returned = torch.stack((loss, torch.full_like(loss, _MARK)))
         return self.returned
 
     def collect(self, logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -129,7 +135,8 @@ class ChunkedLoss:
         Raises:
             UnsupportedModelError: the model changes the output of its output layer.
         """
-        returned, self.returned = self.returned, None
+        returned = self.returned
+        self.returned = None
         changed = logits is not returned and (logits.is_meta or bool(logits[1] != _MARK))
         if changed:
             raise UnsupportedModelError(

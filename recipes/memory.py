@@ -60,7 +60,10 @@ from rope_ext.errors import Mistakes, OptionError, RopeExtError, is_path
 from rope_ext.saving.checkpoints import trained_length
 
 BLOCK = 64  # 4-bit weights per quantization constant (QLoRA, arXiv 2305.14314, section 3)
-_FULL, _BYTE, _HALF = 4.0, 1 + 4 / 256, 0.5 + 4 / 128  # with a scale for each block of states
+# Bytes of an optimizer state, with a scale for each block of states.
+_FULL = 4.0
+_BYTE = 1 + 4 / 256
+_HALF = 0.5 + 4 / 128
 _SMALL = 4096  # parameters with fewer values keep states in float32
 STATES: dict[str, tuple[int, float]] = {
     **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "paged_adamw_32bit"), (2, _FULL)),
@@ -120,11 +123,11 @@ class Need:
         """Memory per device with FSDP2 or ZeRO-3, where each device has its own rows."""
         alone = self.alone
         return Memory(
-            (alone.weights - self.constants) / devices + self.constants,
-            alone.gradients / devices,
-            alone.optimizer / devices,
-            self.step(self.length),
-            self.gathered,
+            weights=(alone.weights - self.constants) / devices + self.constants,
+            gradients=alone.gradients / devices,
+            optimizer=alone.optimizer / devices,
+            activations=self.step(self.length),
+            gathered=self.gathered,
         )
 
     def context_parallel(self, devices: int) -> Memory:
@@ -173,7 +176,8 @@ def step_peaks(
                     originals = model(input_ids=short, **OPTIONS).hidden_states
                 loss = loss + distance(model, short, originals)
                 del originals
-        forward, live.peak = live.peak, live.live
+        forward = live.peak
+        live.peak = live.live
         loss.backward()
     return forward, live.peak
 
@@ -202,7 +206,7 @@ def extrapolated(model: nn.Module, rows: int, length: int, bf16: bool, restored:
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu").train()  # where autocast acts
         while layers and len(peaks) < 2:
-            peaks.append(step_peaks(model, rows, length, bf16, restored=restored))
+            peaks.append(step_peaks(model, rows, length, bf16=bf16, restored=restored))
             del layers[-1:]
     if number <= 3:
         return max(peaks[0])
@@ -239,7 +243,8 @@ def need(recipe: finetune.Recipe, args: Any, config: PreTrainedConfig) -> Need:
     whole = max((p.nbytes for p in packed), default=0)
     text = config.get_text_config()
     head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    rows, width = args.per_device_train_batch_size, 2 if args.bf16 else 4
+    rows = args.per_device_train_batch_size
+    width = 2 if args.bf16 else 4
 
     def step(length: int, sharded: bool) -> float:
         skeleton = finetune.build(recipe, config, meta=True)
@@ -249,16 +254,23 @@ def need(recipe: finetune.Recipe, args: Any, config: PreTrainedConfig) -> Need:
             skeleton.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
         own = recipe.original_max_position_embeddings or trained_length(config)
         restored = min(own, length) if recipe.restoration else 0
-        peak = extrapolated(skeleton, rows, length, args.bf16 and not sharded, restored)
+        peak = extrapolated(
+            skeleton, rows=rows, length=length, bf16=args.bf16 and not sharded, restored=restored
+        )
         copies = 1 if args.gradient_checkpointing else len(_layers(model))
         return peak + whole + mask_bytes(recipe, args, length) * (1 + width * copies)
 
     return Need(
         parameters=sum(p.numel() for p in model.parameters()),
         trained=sum(p.numel() for p in trained),
-        alone=Memory(weights, _bytes(trained), states or 0, step(recipe.length, False)),
+        alone=Memory(
+            weights=weights,
+            gradients=_bytes(trained),
+            optimizer=states or 0,
+            activations=step(recipe.length, False),
+        ),
         constants=constants,
-        gathered=_gathered(model, packed, width, recipe.quantize_bits / 8),
+        gathered=_gathered(model, packed, width, packed_width=recipe.quantize_bits / 8),
         keys=2 * rows * recipe.length * text.num_key_value_heads * head * width,
         step=functools.partial(step, sharded=True),
         length=recipe.length,
@@ -397,7 +409,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--shape", help="hidden=4096,layers=32,... instead of the recipe's model")
     options, more = parser.parse_known_args(argv)
     try:
-        mistakes, config = Mistakes(), None
+        mistakes = Mistakes()
+        config = None
         mistakes.add_all(
             out_of_range(vars(options), {"devices": at_least(1), "card": POSITIVE}).values()
         )

@@ -22,6 +22,7 @@ from recipes.finetune import lengths
 from recipes.settings import NONE, SETTINGS, Recipe
 from rope_ext.advice.describe import write_card
 from rope_ext.command.terminal import show, tell, tell_next
+from rope_ext.config.nested import text_of
 from rope_ext.engines import engines_for
 from rope_ext.errors import LoadError, MeasureError, OptionError, RopeExtError, first_line
 from rope_ext.saving.checkpoints import load_model, load_tokenizer
@@ -29,7 +30,8 @@ from rope_ext.saving.folder import read_saved
 
 COMPARED = 64  # tokens beyond the trained length whose logits are compared
 # Relative to the largest logit. Merging changes the order of additions; reloading changes nothing.
-_MERGED, _RELOADED = 1e-4, 1e-6
+_MERGED = 1e-4
+_RELOADED = 1e-6
 
 
 def load(adapter: Path) -> Any:
@@ -46,7 +48,7 @@ def load(adapter: Path) -> Any:
                 break
             base = str(_base(adapter))
             model = load_model(base, "float32", "cpu", adapter=str(adapter), as_saved=True)
-            text = model.config.get_text_config(decoder=True)
+            text = text_of(model.config)
             text.max_position_embeddings = lengths(recipe, model)[1]
             return model
     return rope_ext.from_pretrained(adapter, dtype=torch.float32)
@@ -85,7 +87,7 @@ def tokenizer_of(adapter: Path) -> Any:
 
 def logits(model: Any, length: int) -> torch.Tensor:
     """Logits of the last tokens of random input, ``[COMPARED, vocabulary]``."""
-    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    vocabulary = text_of(model.config).vocab_size
     ids = torch.randint(vocabulary, (1, length), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         return model(input_ids=ids.to(model.device), logits_to_keep=COMPARED).logits[0].float()
@@ -135,7 +137,9 @@ def merge(adapter: Path, output: Path, dtype: str) -> str:
     length = rope_ext.describe(model).length + COMPARED
     trained = logits(model, length)
     model = model.merge_and_unload()
-    merged = difference(logits(model, length), trained, _MERGED, "logits after merging")
+    merged = difference(
+        logits(model, length), expected=trained, bound=_MERGED, what="logits after merging"
+    )
     for parameter in model.parameters():  # not the buffers, which contain frequencies
         parameter.data = parameter.data.to(getattr(torch, dtype))
     saved = logits(model, length)
@@ -149,7 +153,7 @@ def merge(adapter: Path, output: Path, dtype: str) -> str:
         write_card(output, _base(adapter), report)
     del model
     again = logits(rope_ext.from_pretrained(output, dtype=getattr(torch, dtype)), length)
-    reloaded = difference(again, saved, _RELOADED, "logits after reloading")
+    reloaded = difference(again, expected=saved, bound=_RELOADED, what="logits after reloading")
     return (
         f"{output}: for {COMPARED} tokens beyond the trained length, logits differ by {merged:.1e} "
         f"of the largest after merging, and by {reloaded:.1e} after reloading"
@@ -158,11 +162,12 @@ def merge(adapter: Path, output: Path, dtype: str) -> str:
 
 def parser() -> argparse.ArgumentParser:
     """The options of the command line."""
-    made = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    made.add_argument("adapter", type=Path, help="output directory of a run, or a checkpoint in it")
-    made.add_argument("--output", type=Path, required=True, help="output directory; must not exist")
-    made.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
-    return made
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("adapter", type=Path, help="output directory of a run, or a checkpoint in it")
+    add("--output", type=Path, required=True, help="output directory; must not exist")
+    add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    return parser
 
 
 def main() -> None:

@@ -49,7 +49,9 @@ class PoSE:
     chunks: int = 2
 
     def __call__(self, ids: Sequence[int], rng: random.Random) -> Drawn:
-        starts, offsets = skipped_positions(len(ids), self.target, self.chunks, rng)
+        starts, offsets = skipped_positions(
+            len(ids), target=self.target, chunks=self.chunks, rng=rng
+        )
         positions = torch.arange(len(ids))
         for start, before, offset in zip(starts[1:], offsets, offsets[1:], strict=False):
             positions[start:] += offset - before
@@ -119,7 +121,8 @@ class CREAM:
     sigma: float = 3.0
 
     def __call__(self, ids: Sequence[int], rng: random.Random) -> Drawn:
-        length, scale = len(ids), self.target / len(ids)
+        length = len(ids)
+        scale = self.target / len(ids)
         third = length // 3
         ends = third if rng.random() < 0.5 else min(int(4 * scale), third)
         middle = length - 2 * ends

@@ -63,7 +63,8 @@ class RetrievalRows:
 
     def require_room(self, length: int) -> None:
         """Raise OptionError if rows of ``length`` tokens cannot hold a fact."""
-        longest, value = max(NAMES, key=len), "0" * _LONGEST_VALUE
+        longest = max(NAMES, key=len)
+        value = "0" * _LONGEST_VALUE
         lines = (self._line(text, longest, value) for pair in WORDINGS for text in pair)
         least = _PART * max(map(len, lines))
         if length < least:
@@ -91,10 +92,12 @@ class RetrievalRows:
                 break
         shuffled = zip(*rng.sample(questions, len(questions)), strict=True)
         end, answered = (list(chain.from_iterable(parts)) for parts in shuffled)
-        text, weight = ids[: len(ids) - len(end) - sum(map(len, stated))], 1.0
+        text = ids[: len(ids) - len(end) - sum(map(len, stated))]
+        weight = 1.0
         if rng.random() < 0.5:  # as repetitive as the filler of passkey prompts
             size = rng.randint(*_PASSAGE)
-            text, weight = list(islice(cycle(text[:size]), len(text))), 0.0
+            text = list(islice(cycle(text[:size]), len(text)))
+            weight = 0.0
         # Never before the first token, which may be a start token.
         places = sorted(rng.randint(1, len(text)) for _ in stated)
         row: list[int] = []

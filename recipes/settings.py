@@ -48,8 +48,10 @@ from rope_ext.saving.drafts import draft_of
 
 NONE = "none"
 ALL_LINEAR = "all-linear"
-SKIP, STOP = "skip", "stop"
-TEXT, CHAT = "text", "chat"
+SKIP = "skip"
+STOP = "stop"
+TEXT = "text"
+CHAT = "chat"
 FORMATS = (TEXT, CHAT)
 MIXED_ROWS = ("chunked", "bookended")
 ROWS = ("packed", "document", *MIXED_ROWS)
@@ -281,7 +283,8 @@ def derive(values: dict[str, Any], typed: set[str]) -> None:
     Raises:
         RopeExtError: the trained length is not known, or a value is given twice.
     """
-    rows, target = values["rows_per_step"], values["target_length"]
+    rows = values["rows_per_step"]
+    target = values["target_length"]
     if rows is not None:
         if values["gradient_accumulation_steps"] != 1:
             raise OptionError(
@@ -375,7 +378,8 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         lines: dict[Any, int] = {}
         for key, _ in node.value:
-            name, line = self.construct_object(key, deep=True), key.start_mark.line + 1
+            name = self.construct_object(key, deep=True)
+            line = key.start_mark.line + 1
             if name in lines:
                 raise yaml.YAMLError(
                     f"{name!r} is given twice, in lines {lines[name]} and {line}; remove one of "
@@ -482,13 +486,7 @@ def _of_lora(recipe: Recipe, args: Any) -> Iterator[str]:
     for name in ("quantize", "train_embeddings_and_norms", "loraplus_ratio", "restoration"):
         if recipe.lora_r == 0 and getattr(recipe, name):
             yield f"--{name} needs LoRA; set --lora_r 8, or remove it"
-    if not 0 <= recipe.restoration < math.inf:  # also catches NaN
-        yield (
-            f"--restoration {recipe.restoration:g} is not valid; it is the weight of a loss, such "
-            f"as 5, or 0"
-        )
-    if recipe.restoration and recipe.method == NONE:
-        yield "--restoration needs a method to restore from, but --method is none; remove one"
+    yield from _of_restoration(recipe)
     if recipe.dtype not in ("float32", "bfloat16"):
         yield f"--dtype {recipe.dtype!r} is not valid; give float32 or bfloat16"
     if recipe.dtype == "bfloat16" and recipe.lora_r and not args.bf16:
@@ -496,22 +494,42 @@ def _of_lora(recipe: Recipe, args: Any) -> Iterator[str]:
             "--dtype bfloat16 keeps frozen weights in bfloat16 and trained ones in float32, which "
             "needs autocast; also give --bf16 true, or give --dtype float32"
         )
-    if recipe.quantize:
-        yield from missing("--quantize", "bitsandbytes", "give --quantize false")
-    if recipe.quantize_bits not in (4, 8):
-        yield f"--quantize_bits {recipe.quantize_bits} is not valid; give 4 or 8"
-    if recipe.quantize and recipe.quantize_bits == 8 and sharded_by():
-        yield (
-            f"--quantize_bits 8 does not work with {sharded_by()}, which cannot shard its weights; "
-            f"give --quantize_bits 4, or launch with recipes/accelerate/ddp.yaml or single.yaml"
-        )
+    yield from _of_quantization(recipe)
     yield from _of_lora_options(recipe)
-    eight = recipe.quantize and recipe.quantize_bits == 8
-    if eight and _use_dora(recipe) and (args.use_cpu or not torch.cuda.is_available()):
+    on_cpu = args.use_cpu or not torch.cuda.is_available()
+    if _in_eight_bits(recipe) and on_cpu and _use_dora(recipe):
         yield (
             "--lora_options use_dora does not work on weights of 8 bits on a CPU: bitsandbytes "
             "loses their scales in the second step; give --quantize_bits 4, or leave use_dora out"
         )
+
+
+def _of_restoration(recipe: Recipe) -> Iterator[str]:
+    """Errors about the loss that restores the original model at short lengths."""
+    if not 0 <= recipe.restoration < math.inf:  # also catches NaN
+        yield (
+            f"--restoration {recipe.restoration:g} is not valid; it is the weight of a loss, such "
+            f"as 5, or 0"
+        )
+    if recipe.restoration and recipe.method == NONE:
+        yield "--restoration needs a method to restore from, but --method is none; remove one"
+
+
+def _of_quantization(recipe: Recipe) -> Iterator[str]:
+    """Errors about quantized weights."""
+    if recipe.quantize:
+        yield from missing("--quantize", "bitsandbytes", "give --quantize false")
+    if recipe.quantize_bits not in (4, 8):
+        yield f"--quantize_bits {recipe.quantize_bits} is not valid; give 4 or 8"
+    if _in_eight_bits(recipe) and sharded_by():
+        yield (
+            f"--quantize_bits 8 does not work with {sharded_by()}, which cannot shard its weights; "
+            f"give --quantize_bits 4, or launch with recipes/accelerate/ddp.yaml or single.yaml"
+        )
+
+
+def _in_eight_bits(recipe: Recipe) -> bool:
+    return recipe.quantize and recipe.quantize_bits == 8
 
 
 def _use_dora(recipe: Recipe) -> bool:
@@ -647,16 +665,36 @@ def _of_attention(recipe: Recipe) -> Iterator[str]:
 
 def _of_rows(recipe: Recipe, args: Any) -> Iterator[str]:
     """Errors about incompatible settings of the data and rows."""
-    scheme, kinds, masking = scheme_of(recipe), {recipe.rows}, recipe.document_masking
     yield from _not_among("positions", recipe.positions, POSITIONS)
     yield from _not_among("rows", recipe.rows, ROWS)
     yield from _of_chat(recipe, args)
     yield from _not_among("bad_files", recipe.bad_files, (SKIP, STOP))
+    kinds = {recipe.rows}
     try:
         kinds = {part.rows for part in parts(recipe)}
     except OptionError as error:
         yield str(error)
-    endless = "--streaming" if recipe.streaming else "--datasets" if recipe.datasets else None
+    yield from _of_reading(recipe, args)
+    yield from _of_positions(recipe)
+    yield from _of_documents(recipe, kinds)
+    yield from _of_retrieval(recipe)
+    if scheme_of(recipe) == "pose_released":
+        mixed = recipe.rows in MIXED_ROWS
+        if mixed or kinds != {"document"}:
+            shown = recipe.rows if mixed else ", ".join(sorted(kinds))
+            yield (
+                f"--positions pose_released takes its chunks from a single document, unlike --rows "
+                f"{shown}; give --positions pose, or leave --rows out"
+            )
+
+
+def _of_reading(recipe: Recipe, args: Any) -> Iterator[str]:
+    """Errors about data without an end, and about processes that read it."""
+    endless = None
+    if recipe.streaming:
+        endless = "--streaming"
+    elif recipe.datasets:
+        endless = "--datasets"
     if endless and args.max_steps == -1:
         yield f"{endless} has no end; set --max_steps"
     if endless and args.dataloader_num_workers > 1:
@@ -667,6 +705,11 @@ def _of_rows(recipe: Recipe, args: Any) -> Iterator[str]:
         )
     if args.dataloader_persistent_workers:
         yield "--dataloader_persistent_workers repeats the rows of the first epoch; leave it out"
+
+
+def _of_positions(recipe: Recipe) -> Iterator[str]:
+    """Errors about options of PoSE and of mixed windows."""
+    scheme = scheme_of(recipe)
     if recipe.pose_chunks and not 2 <= recipe.pose_chunks <= recipe.length:
         yield (
             f"--pose_chunks {recipe.pose_chunks} is not valid; give 0 (no PoSE), or from 2 to "
@@ -679,33 +722,40 @@ def _of_rows(recipe: Recipe, args: Any) -> Iterator[str]:
             f"--short_share {recipe.short_share:g} is not valid; it is a share of the rows, above "
             f"0 and below 1, such as 0.3"
         )
-    if scheme != "consecutive" and masking:
+
+
+def _of_documents(recipe: Recipe, kinds: set[str]) -> Iterator[str]:
+    """Errors about masked documents in rows of these kinds."""
+    if not recipe.document_masking:
+        return
+    scheme = scheme_of(recipe)
+    if scheme != "consecutive":
         yield (
             f"--document_masking separates documents by their positions, which --positions "
             f"{scheme} changes; leave one of them out"
         )
-    elif masking and ("packed" not in kinds or not kinds <= {"packed", "chunked"}):
+    elif "packed" not in kinds or not kinds <= {"packed", "chunked"}:
         shown = ", ".join(sorted(kinds - {"packed"}))
         yield (
             f"--document_masking needs rows with several documents, which --rows {shown} does not "
             f"make; leave one of them out"
         )
+
+
+def _of_retrieval(recipe: Recipe) -> Iterator[str]:
+    """Errors about the share of rows with facts and questions."""
+    scheme = scheme_of(recipe)
+    separated = recipe.document_masking or scheme in ("pose_released", "mixed_windows")
     if not 0 <= recipe.retrieval_share <= 1:  # also catches NaN
         yield (
             f"--retrieval_share {recipe.retrieval_share:g} is not valid; it is a share of the "
             f"rows, from 0 to 1, such as 0.1"
         )
-    elif recipe.retrieval_share and (masking or scheme in ("pose_released", "mixed_windows")):
-        other = "--document_masking" if masking else f"--positions {scheme}"
+    elif recipe.retrieval_share and separated:
+        other = "--document_masking" if recipe.document_masking else f"--positions {scheme}"
         yield (
             f"--retrieval_share puts facts and questions into one row, and {other} could separate "
             f"them; leave one of them out"
-        )
-    if scheme == "pose_released" and (recipe.rows in MIXED_ROWS or kinds != {"document"}):
-        shown = recipe.rows if recipe.rows in MIXED_ROWS else ", ".join(sorted(kinds))
-        yield (
-            f"--positions pose_released takes its chunks from a single document, unlike --rows "
-            f"{shown}; give --positions pose, or leave --rows out"
         )
 
 
@@ -737,7 +787,8 @@ def _of_chat(recipe: Recipe, args: Any) -> Iterator[str]:
 
 def _of_masking(recipe: Recipe, args: Any) -> Iterator[str]:
     """Errors about packed documents that would attend to each other, or whose mask is too large."""
-    rows, size = args.per_device_train_batch_size, mask_bytes(recipe, args, recipe.length)
+    rows = args.per_device_train_batch_size
+    size = mask_bytes(recipe, args, recipe.length)
     asked = "--document_masking" if recipe.document_masking else "--positions mixed_windows"
     if size > _LARGEST_MASK:
         yield (
@@ -825,14 +876,14 @@ def parts(recipe: Recipe) -> list[Part]:
     if not recipe.datasets:
         return [
             Part(
-                recipe.dataset or "",
-                1.0,
-                recipe.dataset_config,
-                recipe.dataset_split,
-                recipe.text_column,
-                rows_of(recipe),
-                recipe.minimum_document,
-                recipe.format,
+                dataset=recipe.dataset or "",
+                weight=1.0,
+                config=recipe.dataset_config,
+                split=recipe.dataset_split,
+                column=recipe.text_column,
+                rows=rows_of(recipe),
+                minimum_document=recipe.minimum_document,
+                format=recipe.format,
             )
         ]
     if recipe.dataset is not None:
@@ -849,6 +900,7 @@ def parts(recipe: Recipe) -> list[Part]:
 
 
 def _part(text: str, recipe: Recipe) -> Part:
+    """Read one dataset of --datasets; raises OptionError, naming what is wrong."""
     try:
         given = read_json(text)
         if not isinstance(given, dict):
@@ -925,31 +977,25 @@ def decisive(recipe: Recipe, args: TrainingArguments) -> dict[str, Any]:
 
 def check_output(recipe: Recipe, args: TrainingArguments) -> None:
     """Determine where to resume; raise OptionError if the directory belongs to another run."""
-    folder, asked = Path(args.output_dir), args.resume_from_checkpoint
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        what = "cannot be written to" if there.is_dir() else "is not a directory"
-        raise OptionError(f"--output_dir {folder}: {there} {what}; give another --output_dir")
+    folder = Path(args.output_dir)
+    _require_writable(folder)
     _refuse_links(folder)
     last = _last_checkpoint(folder, args)
+    asked = args.resume_from_checkpoint
     if asked is None or asked.lower() == "false":
         args.resume_from_checkpoint = None
-        models = (file for kind in _OF_MODELS for file in folder.glob(kind))
-        if last is not None or any(models):
-            fix = "another --output_dir"
-            if last is not None:
-                fix += f", or --resume_from_checkpoint true to resume from {last.name}"
-            raise OptionError(f"{folder} contains the results of a run or a model; give {fix}")
+        _refuse_results(folder, last)
         return
-    _check_devices(args, folder if asked.lower() == "true" else Path(asked).parent)
-    if asked.lower() == "true":
+    from_last = asked.lower() == "true"
+    _check_devices(args, folder if from_last else Path(asked).parent)
+    if from_last:
         args.resume_from_checkpoint = None if last is None else str(last)
         if last is None and _checkpoints(folder):  # killed while writing the first checkpoint
             return
     elif not _whole(Path(asked), args):
         args.resume_from_checkpoint = None
     if args.resume_from_checkpoint is None:
-        where = f"in {folder}" if asked.lower() == "true" else asked
+        where = f"in {folder}" if from_last else asked
         raise OptionError(
             f"there is no checkpoint to resume from ({where}); leave --resume_from_checkpoint out, "
             f"or give a complete checkpoint such as {folder}/checkpoint-100"
@@ -959,6 +1005,29 @@ def check_output(recipe: Recipe, args: TrainingArguments) -> None:
             f"{args.resume_from_checkpoint} holds no state of the optimizer (--save_only_model), "
             f"so the run cannot be resumed; train again in another --output_dir"
         )
+    _refuse_other_settings(recipe, args)
+
+
+def _require_writable(folder: Path) -> None:
+    """Raise OptionError if the output directory cannot be made or written to."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        what = "cannot be written to" if there.is_dir() else "is not a directory"
+        raise OptionError(f"--output_dir {folder}: {there} {what}; give another --output_dir")
+
+
+def _refuse_results(folder: Path, last: Path | None) -> None:
+    """Raise OptionError if a new run would write over a checkpoint or a model."""
+    models = (file for kind in _OF_MODELS for file in folder.glob(kind))
+    if last is not None or any(models):
+        fix = "another --output_dir"
+        if last is not None:
+            fix += f", or --resume_from_checkpoint true to resume from {last.name}"
+        raise OptionError(f"{folder} contains the results of a run or a model; give {fix}")
+
+
+def _refuse_other_settings(recipe: Recipe, args: TrainingArguments) -> None:
+    """Raise OptionError if the run to resume had other settings that affect its results."""
     for run, before in _settings_before(args):
         now = decisive(recipe, args)
         # Settings newer than the run have their default.

@@ -82,7 +82,8 @@ class Source:
         turn, number = (at["turn"], at["number"]) if at else (0, 0)
         place = at["place"] if at else None
         while True:
-            documents, before = self._shuffled(turn), number
+            documents = self._shuffled(turn)
+            before = number
             if place is not None:
                 documents.load_state_dict(place)
             reading = iter(documents)
@@ -94,12 +95,14 @@ class Source:
                     yield begun, rows
                     number += 1
                 place = documents.state_dict()
+            # A whole pass, not one that was resumed near its end.
             if number == before and begun["place"] is None:
                 raise DataError(
                     f"documents of at least {self.minimum} tokens do not fill a row of "
                     f"{self.pack.length} tokens; use more data or a smaller --length"
                 )
-            turn, place = turn + 1, None
+            turn += 1
+            place = None
 
     def _shuffled(self, turn: int) -> IterableDataset:
         """Shuffle the order of files in each pass. A shuffle buffer would not be checkpointed."""
@@ -124,13 +127,14 @@ class Source:
                 if row.get(PROBLEM):
                     warnings.warn(f"left out: {row[PROBLEM]}", stacklevel=2)
             texts = [row["text"] for row in found]
-            made = self.tokenize({"text": texts})
-            columns = [name for name in ("input_ids", "scored") if name in made]
-            for parts in zip(*(made[name] for name in columns), strict=True):
+            tokenized = self.tokenize({"text": texts})
+            columns = [name for name in ("input_ids", "scored") if name in tokenized]
+            for parts in zip(*(tokenized[name] for name in columns), strict=True):
                 if len(parts[0]) >= self.minimum:
                     arrays = [np.asarray(part, np.int32) for part in parts]
                     kept.append(dict(zip(columns, arrays, strict=True)))
                     size += self.pack.rows(len(parts[0]))
+        # From the place alone, so that a resumed run shuffles alike.
         rng = np.random.default_rng([self.seed, turn, number])
         if not kept:
             return [], False
@@ -160,11 +164,13 @@ class _Reader:
             self._next = 0
             self._marks.append((self._count, begun))
         row = self._rows[self._next]
-        self._next, self._count = self._next + 1, self._count + 1
+        self._next += 1
+        self._count += 1
         return row
 
     def state(self, given: int) -> dict[str, Any]:
         """The state that resumes after ``given`` rows."""
+        # The last block that begins at or before these rows: a resumed run repeats it up to there.
         while len(self._marks) > 1 and self._marks[1][0] <= given:
             self._marks.popleft()
         first, begun = self._marks[0]
@@ -182,7 +188,8 @@ class Stream(torch.utils.data.IterableDataset):
 
     def __init__(self, sources: Sequence[Source], shares: Sequence[float], seed: int) -> None:
         super().__init__()
-        self.sources, self.seed = list(sources), seed
+        self.sources = list(sources)
+        self.seed = seed
         self.bounds = np.cumsum(shares)[:-1]
         self._start: Mapping[str, Any] | None = None
         self._readers: list[_Reader] = []
@@ -193,6 +200,8 @@ class Stream(torch.utils.data.IterableDataset):
         self._readers = readers = [_Reader(source, at) for source, at in pairs]
         for index, which in enumerate(self._drawn()):
             if index < start["rows"]:
+                # Trainer skips as many rows when it resumes; reading and packing them would take
+                # hours.
                 yield dict(SKIPPED)
             else:
                 yield {**next(readers[which]), "index": index}
@@ -201,6 +210,7 @@ class Stream(torch.utils.data.IterableDataset):
         """The source of each row."""
         for part in itertools.count():
             rng = np.random.default_rng([self.seed, part])
+            # Evenly spaced places in random order: shares are exact, unlike those of draws.
             places = (rng.permutation(_DRAWN) + 0.5) / _DRAWN
             yield from np.searchsorted(self.bounds, places).tolist()
 

@@ -53,9 +53,9 @@ class Options(Checked):
                 "layers=": self.layers,
                 "start_tokens=": method.start_tokens,
             }
-            made = method.chosen_temperature
-            if made is not None and made.filled(2, 2).constant is None:
-                given["a temperature by position"] = made
+            temperature = method.chosen_temperature
+            if temperature is not None and temperature.filled(2, 2).constant is None:
+                given["a temperature by position"] = temperature
             for option in filter(given.get, given):
                 refuse_moving(method, option)
 
@@ -151,14 +151,14 @@ def _bias(given: Any) -> Encoding:
             f"bias={given!r} is not valid; it must add to the logits by distance: one of {names}, "
             f"or an object such as rope_ext.T5(num_buckets=16)"
         )
-    made = cls() if isinstance(given, str) else given
+    encoding = cls() if isinstance(given, str) else given
     for name, none in (("factor", 1), ("attention_factor", None), ("temperature", None)):
-        value = getattr(made, name)
+        value = getattr(encoding, name)
         if value != none:
             raise OptionError(
-                f"{name}={value!r} has no effect on bias={made.name!r}; pass it to the method"
+                f"{name}={value!r} has no effect on bias={encoding.name!r}; pass it to the method"
             )
-    return made
+    return encoding
 
 
 def _layers(given: Any) -> tuple[int, ...] | str:

@@ -200,14 +200,15 @@ def patch(
             f"this model is patched with {earlier.method}; call rope_ext.unpatch(model) first, or "
             f"pass replace=True"
         )
+    # Initial values of learned parameters are drawn; a failed patch leaves the generator as it was.
     random = torch.get_rng_state()
     if earlier is not None:
         unpatch(model)
     try:
         _patch(model, method, keywords)
         dropped = values.carry(root)
-    except BaseException:
-        _go_back(model, before, values, grown)  # if the replacement fails, restore the model
+    except BaseException:  # if the replacement fails, restore the model
+        _go_back(model, earlier=before, values=values, grown=grown)
         torch.set_rng_state(random)
         raise
     if dropped and earlier is not None:
@@ -219,6 +220,14 @@ def patch(
             len(dropped),
             dropped[0],
         )
+    _log(method, decoder, earlier=earlier)
+    for listener in after_patch:
+        listener()
+    return model
+
+
+def _log(method: Method, decoder: nn.Module, earlier: Patch | None) -> None:
+    """Log what the user should know about the new patch of a decoder."""
     state = decoder.__dict__[_STATE]
     family = type(decoder).__name__
     if _encoding(state) not in (None, _encoding(earlier)):
@@ -236,9 +245,6 @@ def patch(
     for note in (note.removeprefix(prefix) for note in state.notes if note.startswith(prefix)):
         level = logging.WARNING if UNPATCHED in note else logging.INFO
         _logger.log(level, "rope_ext: %s on %s: %s", method.name, family, note)
-    for listener in after_patch:
-        listener()
-    return model
 
 
 @_one_at_a_time()
@@ -303,7 +309,7 @@ def _returning(model: nn.Module, change: Callable[[], Any]) -> Iterator[None]:
         yield
     finally:
         with _lock, quiet():
-            _go_back(model, earlier, values, grown)
+            _go_back(model, earlier, values, grown=grown)
 
 
 def _go_back(model: nn.Module, earlier: list[Patch], values: Earlier, grown: Grown) -> None:
@@ -315,6 +321,7 @@ def _go_back(model: nn.Module, earlier: list[Patch], values: Earlier, grown: Gro
         with torch.random.fork_rng(devices=[]):  # initial values, replaced below
             _patch(given, state.record.method, state.options)
     values.carry(text_root(model))
+    # In this mode, buffers may have grown with a sequence since they were patched.
     if any(getattr(state.record.method, "mode", None) == "growing" for state in earlier):
         grown.put_back()
 
@@ -342,6 +349,7 @@ def _encoding(state: Patch | None) -> str | None:
 
 
 def _method(method: str | Method, options: dict[str, Any]) -> Method:
+    """Return the method that is named or given, with its options checked; raises OptionError."""
     if isinstance(method, str):
         method = build_method(method, **options)
     elif not isinstance(method, Method):
@@ -362,12 +370,17 @@ def _method(method: str | Method, options: dict[str, Any]) -> Method:
 def _patch(
     model: Any, method: Method, options: Options, apply: Callable[..., Applied] | None = None
 ) -> None:
+    """Apply a method to all text models of ``model``, write their configuration, or change nothing.
+
+    ``apply`` takes the place of what applies the method, for models without weights.
+    """
     given = model
     model = unwrap(model)
     gguf_source.adopt(model)
     decoder, *others = text_parts(model)
     if options.original_max_position_embeddings is not None:
         _refuse_two_lengths(model)
+    # Whatever can be refused without a change is refused before the first one.
     places = [_place(model, decoder, options)]
     _refuse_unsaved(model)
     left: dict[nn.Module, UnsupportedModelError] = {}
@@ -381,28 +394,36 @@ def _patch(
     try:
         changes.append(functools.partial(forget_pages, model))
         separate_configurations(given, WRITTEN, changes)
-        halves = [_decoder_half(places, method, options, apply, changes)]
+        halves = [_decoder_half(places, method, options, apply=apply, changes=changes)]
         for place in places[1:]:
+            # Of its own: an encoder that refuses the method is undone, and the decoder stays
+            # patched.
             own: Changes = []
             try:
-                halves.append(_half(place, method, options, apply, own))
+                halves.append(_half(place, method, options, apply=apply, changes=own))
             except UnsupportedModelError as error:
                 undo(own)
                 left[place.decoder] = error
+            # Empty if it was undone.
             changes += own
         for encoder, error in left.items():
             halves[0].notes.append(_left_alone(halves[0], encoder, error))
+        # ``describe`` shows the notes of the decoder, which is the first half.
         for half in halves[1:]:
             halves[0].notes.append(_patched_too(half, tried=apply is None))
         for half in halves:
-            writing.write(half.place, half.values, half.record, changes)
+            # After all halves: each reads the configuration as it was before the patch.
+            writing.write(half.place, half.values, half.record, changes=changes)
         if options.tokenizer is not None:  # the encoder reads what it makes
             reached = min(half.applied.target_length for half in halves)
-            set_attribute(options.tokenizer, "model_max_length", reached, changes)
+            set_attribute(
+                options.tokenizer, name="model_max_length", value=reached, changes=changes
+            )
         tokenizer = options.tokenizer
-        halves[0].notes.extend(_lengthen(given, halves[0].record, tokenizer, changes))
+        halves[0].notes.extend(_lengthen(given, halves[0].record, tokenizer, changes=changes))
         for half in halves:
             _add_warnings(half.place, half.record, changes)
+            # Last, since a decoder with a state counts as patched.
             changes.append(functools.partial(_forget, half.place.decoder))
             half.place.decoder.__dict__[_STATE] = half.state(options, changes)
     except BaseException:
@@ -438,7 +459,7 @@ def _place(model: Any, part: nn.Module, options: Options) -> PatchTarget:
     scaled = chosen_sites(part, sites, options.sliding_layers)
     refuse_changed(part, scaled, length)
     _refuse_tables(part)
-    return PatchTarget(model, part, sites, scaled)
+    return PatchTarget(model=model, decoder=part, sites=sites, scaled=scaled)
 
 
 def _refuse_tables(part: nn.Module) -> None:
@@ -453,6 +474,8 @@ def _refuse_tables(part: nn.Module) -> None:
     try:
         setattr(longer, LONGEST, 2 * length)
         with torch.device("meta"):
+            # Only building it tells whether a table follows the length, or has as many rows by
+            # chance.
             built = type(part)(longer)
     except Exception:  # it cannot be told what the table is for
         return
@@ -476,11 +499,12 @@ def _half(
     writing.correct(place.decoder, place.sites)
     rounded = [site for site in place.sites if site.rounded]
     for site in place.sites:
+        # Casts and moves come later; from here on, buffers keep their float32 values.
         guard_buffers(site, changes)
     used = method
     raised = []
     if options.compose == "raise":
-        place, used, raised = raise_factor(place, method, options, changes)
+        place, used, raised = raise_factor(place, method, options, changes=changes)
     if apply is None:
         apply = apply_frequency if used.kind == "frequency" else apply_position
     applied = apply(place, used, options, changes)
@@ -513,7 +537,7 @@ def _half(
             f"the configuration was saved under another patch ({earlier}), whose record gives "
             f"the trained length"
         )
-    return _Half(place, applied, record, values, notes)
+    return _Half(place=place, applied=applied, record=record, values=values, notes=notes)
 
 
 def _decoder_half(
@@ -525,9 +549,9 @@ def _decoder_half(
 ) -> _Half:
     """Apply a method to the first of ``places``; if it is refused, say whether the encoder is."""
     try:
-        return _half(places[0], method, options, apply, changes)
+        return _half(places[0], method=method, options=options, apply=apply, changes=changes)
     except UnsupportedModelError as error:
-        if not any(_is_accepted(place, method, options, apply) for place in places[1:]):
+        if not any(_is_accepted(place, method, options, apply=apply) for place in places[1:]):
             raise
         raise UnsupportedModelError(
             f"{error}; rope_ext.patch(model.get_encoder(), ...) patches the encoder alone"
@@ -540,7 +564,7 @@ def _is_accepted(
     """Whether a method can be applied to a text model; leaves it unchanged."""
     changes: Changes = []
     try:
-        _half(place, method, options, apply, changes)
+        _half(place, method, options, apply=apply, changes=changes)
     except UnsupportedModelError:
         return False
     finally:
@@ -594,7 +618,7 @@ def note_patch(model: Model, method: Method, **keywords: Any) -> Model:
     """
     options = Options(**keywords)
     options.check(method)
-    _patch(model, method, options, _noted)
+    _patch(model, method, options, apply=_noted)
     return model
 
 
@@ -681,9 +705,9 @@ def _lengthen(given: Any, record: Record, tokenizer: Any, changes: Changes) -> l
     reached = min(record.target_length, length * record.target_length // record.trained_length)
     if reached <= length:  # without a limit
         return []
-    set_attribute(given.tokenizer, "model_max_length", reached, changes)
+    set_attribute(given.tokenizer, name="model_max_length", value=reached, changes=changes)
     if given.max_seq_length != reached:  # before sentence-transformers 6, of the module
-        set_attribute(given[0], "max_seq_length", reached, changes)
+        set_attribute(given[0], name="max_seq_length", value=reached, changes=changes)
     return [f"texts: cut at {reached} tokens (max_seq_length; without the patch {length})"]
 
 
@@ -725,15 +749,15 @@ class _Limit:
         """Check the draft model of assisted generation, then call ``model.generate``."""
         draft = kwargs.get("assistant_model")
         if isinstance(draft, nn.Module) and not self.told_of_draft:
-            reach = getattr(text_config(draft), "max_position_embeddings", None)
-            if isinstance(reach, int) and reach < self.target:
+            longest = getattr(text_config(draft), "max_position_embeddings", None)
+            if isinstance(longest, int) and longest < self.target:
                 self.told_of_draft = True
                 _logger.warning(
                     "rope_ext: the assistant_model reaches %d tokens and this model %d; beyond, "
                     "its drafts are rejected; call rope_ext.patch(assistant_model, ..., factor=%g)",
-                    reach,
+                    longest,
                     self.target,
-                    math.ceil(self.target / reach * 100) / 100,
+                    math.ceil(self.target / longest * 100) / 100,
                 )
         return original(*args, **kwargs)
 
@@ -745,12 +769,18 @@ def _add_warnings(place: PatchTarget, record: Record, changes: Changes) -> None:
         limit = _Limit(method.name, record.trained_length, record.target_length)
         changes.append(place.decoder.register_forward_pre_hook(limit, with_kwargs=True).remove)
         if not place.is_encoder:
-            wrap(place.model, "generate", limit.generate, changes)
+            wrap(place.model, name="generate", function=limit.generate, changes=changes)
     if not place.is_encoder:
-        wrap(place.model, "load_adapter", functools.partial(_load_adapter, record), changes)
+        wrap(
+            place.model,
+            name="load_adapter",
+            function=functools.partial(_load_adapter, record),
+            changes=changes,
+        )
 
 
 def _load_adapter(record: Record, original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Load an adapter, and warn if it was trained under another patch than this one."""
     folder = kwargs.get("peft_model_id", args[0] if args else None)
     file = Path(str(folder)) / SIDECAR
     trained = record

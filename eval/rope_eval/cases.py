@@ -171,6 +171,7 @@ def loss(case: Case, losses: Any) -> Result:
     losses = losses.nan_to_num(nan=math.inf, posinf=math.inf)
     scored = losses[-case.count :]
     if case.only:
+        # ``only`` counts from the first token of the row, ``losses`` from the first that is scored.
         first = len(case.ids) - len(losses)
         scored = losses[[place - first for place in case.only]]
     return Result(float(scored.mean()), len(scored) if case.weight is None else case.weight)
@@ -186,6 +187,7 @@ def share_found(case: Case, written: str) -> float:
 
 def digest(*determinants: Any) -> str:
     """Return a short digest of these values, the same in every process."""
+    # Logs on disk have these digests: another form of the text makes all of them stale.
     text = json.dumps(determinants, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
@@ -208,6 +210,7 @@ def read_outcomes(paths: Sequence[Path]) -> dict[str, Outcome]:
         for data in lines:
             with suppress(ValueError, TypeError, KeyError, AttributeError):
                 outcome = Outcome.from_json(data)
+                # A later line is of a run that repeated an unfinished batch.
                 outcomes[outcome.key] = outcome
     return outcomes
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -28,6 +28,9 @@ from rope_ext.command.terminal import show, stoppable, tell, tell_next, unused
 from rope_ext.errors import MeasureError, OptionError, RopeExtError, first_line
 from rope_ext.quoting import shell_join
 
+if TYPE_CHECKING:
+    from rope_eval.engines.verifying import Miniature
+
 app = typer.Typer(rich_markup_mode=None)
 
 
@@ -39,8 +42,8 @@ class Evaluation(ModelCommand):
     ) -> Any:
         from rope_eval import command
 
-        made = command.command_for(str(self.name), args)
-        return made.make_context(info_name, args, parent, **extra)
+        inner = command.command_for(str(self.name), args)
+        return inner.make_context(info_name, args, parent, **extra)
 
 
 @app.command(cls=Evaluation)
@@ -70,7 +73,8 @@ def search(model: Model, length: Target, output: Path, **options: Any) -> None:
         import rope_ext
         from rope_eval.tune.search import check_output, summary
 
-        tokens, given = parse_length(length), read_options(SearchOptions, options)
+        tokens = parse_length(length)
+        given = read_options(SearchOptions, options)
         SearchOptions(target_length=tokens, **given)  # reports mistakes before loading weights
         check_output(output)
         how = Loading(**read_options(Loading, options))
@@ -118,12 +122,13 @@ def calibrate(
         from rope_ext.methods import method_class
         from rope_ext.saving.checkpoints import resolve_device
 
-        tokens, names = parse_length(length), split(methods)
+        tokens = parse_length(length)
+        names = split(methods)
         given = read_options(CalibrationOptions, options)
         CalibrationOptions(target_length=tokens, **given)  # reports mistakes before loading weights
         for name in names:
             method_class(name)
-        require_free(output, resume, "--resume", "--output")
+        require_free(output, resume=resume, cure="--resume", output="--output")
         given |= {"methods": names, "output": output, "resume": resume}
         how = Loading(**read_options(Loading, options))
         loaded, tokenizer, texts = how.load(model)
@@ -214,13 +219,58 @@ def verify(
 
     import rope_ext
     from rope_eval.engines import verifying
-    from rope_eval.server import require_url
     from rope_ext.saving.checkpoints import load_config
 
     longest = None if length is None else parse_length(length)
-    server, engine = engine, engine or "llama.cpp"
     if longest is not None and longest < 2:
         raise OptionError(f"--length {length} is not valid; it must be at least 2")
+    run_by = engine or "llama.cpp"
+    _require_one_place(run_by, url, write)
+    method = asked.build()
+    arguments = asked.arguments()
+    miniature = verifying.Miniature.from_config(load_config(asked.model), method, **arguments)
+    if write is not None:
+        _write_miniature(asked, miniature, write, server=engine, length=length)
+        return
+    if json is not None:
+        json.open("a").close()  # fails before the run
+    with tempfile.TemporaryDirectory() as folder:
+        if url is None:
+            tolerance = tolerance or verifying.TOLERANCE
+            given = "" if as_saved else flags
+            run = verifying.in_process(miniature, run_by, folder=Path(folder), flags=given)
+            where = run_by
+        else:
+            run = verifying.endpoint(url, served_model_name)
+            where = url
+        found = verifying.verify(
+            miniature,
+            run,
+            engine=where,
+            longest=longest,
+            tolerance=tolerance,
+            factor_error=factor_error,
+        )
+    show(found)
+    for note in found.notes:
+        tell(f"note: {note}", "yellow")
+    if json is not None:
+        json.write_text(found.to_json(), encoding="utf-8")
+    if found.passed:
+        served = "serve the model with the same options"
+        if engine or url is None:
+            with suppress(RopeExtError):  # the model may not be extended
+                exported = rope_ext.export(asked.patched(), run_by)
+                words = shell_join(asked.words("export", engine=run_by, output="FOLDER"))
+                served = f"use it: {words if exported.files else exported.command}"
+        tell(f"done: {served}")
+    sys.exit(found.exit_code)
+
+
+def _require_one_place(engine: str, url: str | None, write: Path | None) -> None:
+    """Raise OptionError unless the engine can be run here, or a server at ``url`` is asked."""
+    from rope_eval.server import require_url
+
     if url is not None:
         require_url(url, "http://HOST:PORT")
     if url is not None and write is not None:
@@ -232,42 +282,22 @@ def verify(
             f"--engine {engine!r} cannot be run here; use one of {', '.join(RUN_HERE)}, or run "
             f"with --write FOLDER, serve that folder, then run with --url http://HOST:PORT"
         )
-    method, arguments = asked.build(), asked.arguments()
-    miniature = verifying.Miniature.from_config(load_config(asked.model), method, **arguments)
-    if write is not None:
-        commands, refusals = verifying.write(miniature, write)
-        tell(f"wrote {write}; serve it with one of these commands, then run again with --url")
-        show("\n".join(commands.values()))
-        for refusal in refusals:
-            tell(f"note: {refusal}", "yellow")
-        for name in [server] if server in commands else list(commands)[:1]:
-            address = f"http://localhost:{verifying.SERVERS[str(name)]}"
-            tell_next(asked.words("verify", engine=name, url=address, length=length))
-        return
-    if json is not None:
-        json.open("a").close()  # fails before the run
-    with tempfile.TemporaryDirectory() as folder:
-        if url is None:
-            tolerance = tolerance or verifying.TOLERANCE
-            given = "" if as_saved else flags
-            run, where = verifying.in_process(miniature, engine, Path(folder), given), engine
-        else:
-            run, where = verifying.endpoint(url, served_model_name), url
-        found = verifying.verify(miniature, run, where, longest, tolerance, factor_error)
-    show(found)
-    for note in found.notes:
-        tell(f"note: {note}", "yellow")
-    if json is not None:
-        json.write_text(found.to_json(), encoding="utf-8")
-    if found.passed:
-        served = "serve the model with the same options"
-        if server or url is None:
-            with suppress(RopeExtError):  # the model may not be extended
-                made = rope_ext.export(asked.patched(), engine)
-                words = shell_join(asked.words("export", engine=engine, output="FOLDER"))
-                served = f"use it: {words if made.files else made.command}"
-        tell(f"done: {served}")
-    sys.exit(found.exit_code)
+
+
+def _write_miniature(
+    asked: PatchOptions, miniature: Miniature, folder: Path, server: str | None, length: str | None
+) -> None:
+    """Write the miniature, and print how to serve it and what to run then."""
+    from rope_eval.engines import verifying
+
+    commands, refusals = verifying.write(miniature, folder)
+    tell(f"wrote {folder}; serve it with one of these commands, then run again with --url")
+    show("\n".join(commands.values()))
+    for refusal in refusals:
+        tell(f"note: {refusal}", "yellow")
+    for name in [server] if server in commands else list(commands)[:1]:
+        address = f"http://localhost:{verifying.SERVERS[str(name)]}"
+        tell_next(asked.words("verify", engine=name, url=address, length=length))
 
 
 @command(app)
@@ -303,7 +333,7 @@ def plot(
     options = checked_methods(names, factor, parse_options(option, names))
     methods = [build_method(name, **values) for name, values in options.items()]
     tokens = parse_length(length) if length else None
-    pictures.draw(kind, model, methods, output, tokens, compose)
+    pictures.draw(kind, model, shown=methods, path=output, length=tokens, compose=compose)
     tell(f"wrote {output}")
     trained = trained_length(load_config(model))
     target = tokens or reach(factor, trained)

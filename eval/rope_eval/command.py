@@ -50,44 +50,65 @@ class TaskOptions:
 
 def command_for(name: str, words: Sequence[str]) -> TyperCommand:
     """The command ``eval``, whose tasks are among ``words``, or ``compare``, with its options."""
-    tasks, more = COMPARED, {}
-    if name == "eval":
-        asked = [b for a, b in pairwise(words) if a in ("--tasks", "--task")]
-        asked += [word.removeprefix("--tasks=") for word in words if word.startswith("--tasks=")]
-        first = takewhile(lambda word: not word.startswith("-"), words)
-        asked = [*filter(_names_tasks, first), *asked]
-        named = (from_file(one) if one.endswith(".py") else [one] for one in split(asked))
-        names = [name for several in named for name in several]
-        if not (names or "--help" in words):
-            raise OptionError(f"give --tasks some of {KNOWN}; see rope-ext eval --help")
+    comparing = name == "compare"
+    tasks = COMPARED
+    harness = {}
+    if not comparing:
+        names = _named(words)
+        tasks = [one for one in names if one in all_tasks()]
         others = [one for one in names if one not in all_tasks()]
-        tasks = [one for one in names if one not in others]
-        if others:  # of lm-evaluation-harness
-            tasks, more = [*tasks, Harness.name], {"harness_tasks": ",".join(others)}
-    classes = chosen([*tasks, *EMBEDDED] if name == "compare" else tasks)
+        if others:
+            tasks = [*tasks, Harness.name]
+            harness = {"harness_tasks": ",".join(others)}
+    classes = chosen([*tasks, *EMBEDDED] if comparing else tasks)
     _refuse_shared(classes)
 
     def run(models: Models = None, **typed: Any) -> None:
         from rope_eval.evaluate import evaluate
 
-        words = [word for word in models or () if name == "compare" or not _names_tasks(word)]
-        defaults = COMPARE if name == "compare" else {}
-        given, own = settings(words, typed, **defaults), dict[str, Any]()
+        # Names of tasks may come first, among the models; `compare` takes none.
+        words = [word for word in models or () if comparing or not _names_tasks(word)]
+        given = settings(words, typed, **(COMPARE if comparing else {}))
+        own = dict[str, Any]()
         for cls in classes:
-            own = read_options(cls, typed | more) | own
-        evaluate(given, build(_compared(given, own) if name == "compare" else tasks, own))
+            own = read_options(cls, typed | harness) | own
+        evaluate(given, build(_compared(given, own) if comparing else tasks, own))
 
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
-    what = f"{', '.join(tasks[:-1])} and {tasks[-1]}" if len(tasks) > 1 else "".join(tasks)
-    what += ", or embedding for embedders" * (name == "compare")
-    about = f"Measure {what or 'any tasks'}, and write one report."
-    options = (Settings, *classes) if name == "compare" else (TaskOptions, Settings, *classes)
+    options = (Settings, *classes) if comparing else (TaskOptions, Settings, *classes)
     # What `compare` sets by itself is no option of it, unless it is a name that may change.
-    fixed = [option for option in COMPARE if option != "output"] if name == "compare" else []
-    app.command(name, cls=ModelCommand, help=about)(command_options(*options, without=fixed)(run))
-    made = typer.main.get_command(app)
-    assert isinstance(made, TyperCommand)
-    return made
+    fixed = [option for option in COMPARE if option != "output"] if comparing else []
+    register = app.command(name, cls=ModelCommand, help=_help(tasks, comparing))
+    register(command_options(*options, without=fixed)(run))
+    command = typer.main.get_command(app)
+    assert isinstance(command, TyperCommand)
+    return command
+
+
+def _named(words: Sequence[str]) -> list[str]:
+    """Return the tasks that the words of ``eval`` name, those of a file for the file.
+
+    Raises:
+        OptionError: none is named, and the words do not ask for help.
+    """
+    first = takewhile(lambda word: not word.startswith("-"), words)
+    asked = [*filter(_names_tasks, first)]
+    asked += [value for word, value in pairwise(words) if word in ("--tasks", "--task")]
+    asked += [word.removeprefix("--tasks=") for word in words if word.startswith("--tasks=")]
+    names: list[str] = []
+    for one in split(asked):
+        names += from_file(one) if one.endswith(".py") else [one]
+    if not (names or "--help" in words):
+        raise OptionError(f"give --tasks some of {KNOWN}; see rope-ext eval --help")
+    return names
+
+
+def _help(tasks: Sequence[str], comparing: bool) -> str:
+    """Return the first line of a command's help."""
+    what = f"{', '.join(tasks[:-1])} and {tasks[-1]}" if len(tasks) > 1 else "".join(tasks)
+    if comparing:
+        what += ", or embedding for embedders"
+    return f"Measure {what or 'any tasks'}, and write one report."
 
 
 def _compared(given: Settings, own: Mapping[str, Any]) -> Sequence[str]:

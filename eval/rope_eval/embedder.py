@@ -7,8 +7,7 @@ installed.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 
 from rope_ext.errors import MeasureError
 from rope_ext.saving import hub
-from rope_ext.saving.embedders import MODULES, SETTINGS
+from rope_ext.saving.embedders import MODULES, SETTINGS, read_json
 
 POOLINGS = ("mean", "cls", "lasttoken", "max")
 ACTIVATIONS = {"Identity": nn.Identity, "Tanh": nn.Tanh, "GELU": nn.GELU, "ReLU": nn.ReLU}
@@ -33,6 +32,7 @@ _LEGACY = {
     "pooling_mode_lasttoken": "lasttoken",
 }
 """Names of poolings in files of sentence-transformers before version 6."""
+_KNOWN = ("Transformer", "Pooling", "Dense", "Normalize")
 _QUERY = ("query", "Retrieval-query", "search_query", "retrieval.query")
 _DOCUMENT = ("document", "passage", "Retrieval-document", "search_document", "retrieval.passage")
 
@@ -58,20 +58,18 @@ class Recipe:
         modules = _read(model, MODULES)
         if modules is None:
             return cls(model)
-        pooling, dense, normalized = "mean", [], False
+        folders: dict[str, list[str]] = {}
         for module in modules:
-            kind, path = str(module["type"]).rpartition(".")[2], module["path"]
-            if kind == "Pooling":
-                pooling = _pooling(model, path)
-            elif kind == "Dense":
-                dense.append(path)
-            elif kind == "Normalize":
-                normalized = True
-            elif kind != "Transformer" or path:
+            kind = str(module["type"]).rpartition(".")[2]
+            path = module["path"]
+            if kind not in _KNOWN or (kind == "Transformer" and path):
                 raise MeasureError(
                     f"{model}: {MODULES} names {kind} in {path!r}, which this evaluator does not "
                     f"know; it knows Transformer (in the folder itself), Pooling, Dense, Normalize"
                 )
+            folders.setdefault(kind, []).append(path)
+        poolings = [_pooling(model, path) for path in folders.get("Pooling", ())]
+        normalized = "Normalize" in folders
         settings = _read(model, SETTINGS) or {}
         similarity = settings.get("similarity_fn_name") or "cosine"
         if similarity != "cosine" and not (similarity == "dot" and normalized):
@@ -82,10 +80,10 @@ class Recipe:
         prompts = settings.get("prompts") or {}
         return cls(
             model=model,
-            pooling=pooling,
-            dense=tuple(dense),
-            query=next((prompts[name] for name in _QUERY if prompts.get(name)), ""),
-            document=next((prompts[name] for name in _DOCUMENT if prompts.get(name)), ""),
+            pooling=poolings[-1] if poolings else "mean",
+            dense=tuple(folders.get("Dense", ())),
+            query=_first(prompts, _QUERY),
+            document=_first(prompts, _DOCUMENT),
             named=True,
         )
 
@@ -101,15 +99,16 @@ class Recipe:
 def _read(model: str, name: str) -> Any:
     """Return the content of a JSON file of a folder or Hub repository; None if there is none."""
     path = hub.find(model, name, connection_errors=False)
-    if path is None:
-        return None
-    try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise MeasureError(f"cannot read {path}: {error}; save the model again") from None
+    return None if path is None else read_json(Path(path), kind=MeasureError)
+
+
+def _first(prompts: Mapping[str, str], names: Sequence[str]) -> str:
+    """Return the prompt with the first of these names that has one; else none."""
+    return next((prompts[name] for name in names if prompts.get(name)), "")
 
 
 def _pooling(model: str, path: str) -> str:
+    """Return the only pooling of a folder of files; raises MeasureError for others."""
     config = _read(model, f"{path}/config.json") or {}
     found = config.get("pooling_mode") or [_LEGACY[name] for name in _LEGACY if config.get(name)]
     names = [found] if isinstance(found, str) else list(found)
@@ -158,7 +157,8 @@ class Embedder:
 
         Shorter rows are padded on the right, with an attention mask.
         """
-        device, width = self.model.device, max(map(len, rows))
+        device = self.model.device
+        width = max(map(len, rows))
         ids = torch.zeros((len(rows), width), dtype=torch.long)
         mask = torch.zeros_like(ids)
         for row, tokens in enumerate(rows):

@@ -197,7 +197,9 @@ class Log:
     """
 
     def __init__(self, path: Path, header: bytes, cure: str) -> None:
-        self.path, self.header, self.cure = path, header, cure
+        self.path = path
+        self.header = header
+        self.cure = cure
 
     def open(self) -> None:
         """Start the log, or remove the unfinished last line of an existing one."""
@@ -207,6 +209,7 @@ class Log:
                 replace_file(self.path, self.header)
                 return
             with self.path.open("rb+") as file:
+                # A line without an end was cut by a crash, and would damage the next one.
                 file.truncate(file.read().rfind(b"\n") + 1)
 
     def add(self, line: bytes) -> None:

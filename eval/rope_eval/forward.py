@@ -60,7 +60,7 @@ def score(
     targets = ids[:, ids.shape[1] - tail :]
     losses = torch.empty(targets.shape, dtype=torch.float32, device="cpu")
     hits = torch.empty(targets.shape, dtype=torch.bool, device="cpu")
-    for start, stop, part in _logits(model, inputs, tail, logits):
+    for start, stop, part in _logits(model, inputs, tail, most=logits):
         wanted = targets[:, start:stop]
         loss = nn.functional.cross_entropy(
             part.float().flatten(0, 1), wanted.flatten(), reduction="none"
@@ -84,11 +84,13 @@ def _logits(
     if tail <= size or decoder is model:
         keep = {"logits_to_keep": tail + 1} if sparing else {}
         logits = model(**inputs, use_cache=False, **keep).logits
+        # The logits at a token predict the next one.
         yield 0, tail, logits[:, -tail - 1 : -1]
         return
     caught: list[Any] = []
     hook = decoder.register_forward_hook(lambda module, args, output: caught.append(output))
     try:
+        # Only the hidden states are used: as few logits as the model allows.
         model(**inputs, use_cache=False, **({"logits_to_keep": 1} if sparing else {}))
     finally:
         hook.remove()
@@ -96,6 +98,7 @@ def _logits(
     hidden = output[0]
     for start in range(0, tail, size):
         stop = min(tail, start + size)
+        # The state before the first token of the segment predicts it.
         begin = width - tail - 1 + start
         part = hidden[:, begin : begin + stop - start]
         with _answering(decoder, output, part):
@@ -133,6 +136,7 @@ def write(
     ends = {eos} if isinstance(eos, int) else set(eos or ())
     texts = []
     for row in output[:, inputs["input_ids"].shape[1] :].tolist():
+        # Rows that end early are padded up to the longest.
         end = next((place for place, token in enumerate(row) if token in ends), len(row))
         texts.append(row[:end])
     return texts

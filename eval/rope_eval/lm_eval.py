@@ -65,7 +65,8 @@ class PatchedLM(_HFLM):
             raise OptionError(f"{', '.join(sorted(options))} given without a method; add method=")
         if method is not None and (peft := kwargs.get("peft")) is not None:
             raise OptionError(f"the adapter {peft} brings its patch along; leave method= out")
-        self._method, self._options = method, options
+        self._method = method
+        self._options = options
         super().__init__(pretrained, **kwargs)
 
     def _create_model(self, pretrained: str, peft: str | None = None, **kwargs: Any) -> None:

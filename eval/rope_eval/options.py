@@ -49,8 +49,11 @@ def option_fields(cls: type) -> list[dataclasses.Field[Any]]:
 def check_options(options: Any) -> None:
     """Raise OptionError for a whole number that is too low, or a word that is not a valid one."""
     for field in option_fields(type(options)):
-        value, kind = getattr(options, field.name), _type(type(options), field)
-        least, words, wrong = field.metadata["least"], typing.get_args(kind), ""
+        value = getattr(options, field.name)
+        kind = _type(type(options), field)
+        least = field.metadata["least"]
+        words = typing.get_args(kind)
+        wrong = ""
         several = value if isinstance(value, tuple) else (value,)
         if kind is int and any(type(one) is not int or one < least for one in several):
             wrong = f"a whole number of at least {least}"
@@ -83,9 +86,9 @@ def command_options(*classes: type, without: Sequence[str] = ()) -> Callable[[F]
                 added.setdefault(field.name, _typer_parameter(cls, field))
         signature = inspect.signature(command, eval_str=True)
         own = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
-        made: Any = command  # functions have no such attribute for type checkers
-        made.__signature__ = signature.replace(parameters=[*own, *added.values()])
-        made.__annotations__ = {one.name: one.annotation for one in (*own, *added.values())}
+        function: Any = command  # functions have no such attribute for type checkers
+        function.__signature__ = signature.replace(parameters=[*own, *added.values()])
+        function.__annotations__ = {one.name: one.annotation for one in (*own, *added.values())}
         return command
 
     return decorate
@@ -111,7 +114,8 @@ def read_options(cls: type, typed: Mapping[str, Any]) -> dict[str, Any]:
     """Parse the typed options of ``cls`` from the command line, by field name."""
     values = {}
     for field in option_fields(cls):
-        value, read = typed.get(field.name), field.metadata["read"] or (lambda value: value)
+        value = typed.get(field.name)
+        read = field.metadata["read"] or (lambda value: value)
         if value is None or value is False or value in ([], ()):
             continue
         if read in (parse_length, parse_lengths):  # its errors name the option
@@ -124,7 +128,9 @@ def read_options(cls: type, typed: Mapping[str, Any]) -> dict[str, Any]:
 def _typer_parameter(cls: type, field: dataclasses.Field[Any]) -> inspect.Parameter:
     """Let typer parse a number or one of several words, and leave text for ``read``."""
     kind = str if field.metadata["read"] else _type(cls, field)
-    default, help, repeated = field.default, field.metadata["help"], field.metadata["repeat"]
+    default = field.default
+    help = field.metadata["help"]
+    repeated = field.metadata["repeat"]
     if repeated or (repeated is None and isinstance(default, tuple)):
         kind = list[kind]
     elif type(default) in (int, float, str) and default != "" and "default" not in help.lower():

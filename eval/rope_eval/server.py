@@ -82,7 +82,8 @@ def require_url(url: str, example: str) -> None:
         address = urlsplit(url)
         port = address.port  # raises ValueError for a number that is no port
     except ValueError:
-        address, port = urlsplit(""), None
+        address = urlsplit("")
+        port = None
     if address.username is not None or "@" in address.netloc or address.query or address.fragment:
         raise OptionError(
             f"--url {shown_url(url)!r} holds a password or query, which reports would show; leave "
@@ -141,6 +142,7 @@ class Client:
         raise AssertionError
 
     def _once(self, path: str, data: bytes | None, deadline: float) -> Any:
+        """Send a request once and return its JSON; ``deadline`` is a monotonic time in seconds."""
         left = deadline - time.monotonic()
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
         if self.key:
@@ -204,14 +206,14 @@ class Client:
 
     def response(self, deadline: float, sock: Any, *given: Any, **more: Any) -> Any:
         """Return a response that is read from ``sock`` until the deadline or ``close``."""
-        made = http.client.HTTPResponse(sock, *given, **more)
-        made.fp.close()
-        made.fp = io.BufferedReader(_TimedReader(sock, deadline, self._forget))
+        response = http.client.HTTPResponse(sock, *given, **more)
+        response.fp.close()
+        response.fp = io.BufferedReader(_TimedReader(sock, deadline, self._forget))
         with self._lock:
             self._sockets.add(sock)
         if self._closed.is_set():
             _shut_down(sock)
-        return made
+        return response
 
     def _forget(self, sock: Any) -> None:
         with self._lock:
@@ -250,9 +252,9 @@ class _Handler(urllib.request.HTTPHandler):
         self._respond = partial(client.response, deadline)
 
     def _connection(self, kind: Any, host: str, **given: Any) -> Any:
-        made = kind(host, **given)
-        made.response_class = self._respond
-        return made
+        connection = kind(host, **given)
+        connection.response_class = self._respond
+        return connection
 
     def http_open(self, req: urllib.request.Request) -> Any:
         return self.do_open(partial(self._connection, http.client.HTTPConnection), req)  # pyright: ignore[reportArgumentType]
@@ -264,8 +266,8 @@ class _SecureHandler(urllib.request.HTTPSHandler):
         self._plain = _Handler(client, deadline)
 
     def https_open(self, req: urllib.request.Request) -> Any:
-        made = partial(self._plain._connection, http.client.HTTPSConnection)
-        return self.do_open(made, req)  # pyright: ignore[reportArgumentType]
+        connect = partial(self._plain._connection, http.client.HTTPSConnection)
+        return self.do_open(connect, req)  # pyright: ignore[reportArgumentType]
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
@@ -355,7 +357,7 @@ class Completion:
             if number is not None and (type(number) is not int or number < 0):
                 raise RequestError(f"the number of {kind} tokens is {_cited(number)}")
             counts.append(number or None)
-        return cls(model or None, counts[0], counts[1], choice)
+        return cls(model=model or None, read=counts[0], written=counts[1], choice=choice)
 
     def text(self) -> str:
         """Return the text of the answer."""

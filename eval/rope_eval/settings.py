@@ -133,7 +133,8 @@ class Settings:
     @property
     def servers(self) -> list[Server]:
         """The servers to measure; none if a model is measured in this process."""
-        urls, names = _several(self.url), _several(self.served_model_name)
+        urls = _several(self.url)
+        names = _several(self.served_model_name)
         names = names * len(urls) if len(names) == 1 else names
         found = []
         for url, name in zip(urls, names, strict=False):  # require_server checks that counts match

@@ -31,6 +31,7 @@ def attend(
     sliding_window: int | None = None,
     **more: Any,
 ) -> tuple[torch.Tensor, None]:
+    """Compute attention with a window in blocks of queries, each on the keys that it can see."""
     count = query.shape[2]
     if not sliding_window or attention_mask is None or count != key.shape[2]:
         return _NATIVE(module, query, key, value, attention_mask, *args, **more)
@@ -38,7 +39,8 @@ def attend(
     ahead = 0 if getattr(module, "is_causal", True) else sliding_window
     parts = []
     for start in range(0, count, BLOCK):
-        stop, first = min(count, start + BLOCK), max(0, start - sliding_window)
+        stop = min(count, start + BLOCK)
+        first = max(0, start - sliding_window)
         last = min(count, stop + ahead)
         tensors = query[:, :, start:stop], key[:, :, first:last], value[:, :, first:last]
         seen = attention_mask[:, :, start:stop, first:last]

@@ -40,7 +40,8 @@ def bands(
     """The kernel's arguments for a method; in decoding, keys are cached if possible."""
     rotation = functools.partial(_rotation, columns=columns)
     at = torch.arange(keys, dtype=torch.float32, device=device)
-    own, key = rotation(at[-queries:]), rotation(at)
+    own = rotation(at[-queries:])
+    key = rotation(at)
     far = rotation(torch.full((1,), float(window), device=device))
     if variant == "rerope":
         return [
@@ -116,17 +117,19 @@ def attend(
     kernel: str = "auto",
 ) -> Callable[[], torch.Tensor]:
     """Return a function that runs the variant once."""
-    queries, keys, columns = query.shape[2], key.shape[2], query.shape[-1]
+    queries = query.shape[2]
+    keys = key.shape[2]
+    columns = query.shape[-1]
     if variant == NATIVE:
-        made = _rotation(torch.arange(keys, device=query.device), columns)
-        tables = [torch.cat((t, t), dim=-1).to(query.dtype) for t in made]
+        rotation = _rotation(torch.arange(keys, device=query.device), columns)
+        tables = [torch.cat((t, t), dim=-1).to(query.dtype) for t in rotation]
         own = [table[-queries:] for table in tables]
         cached = tables if queries > 1 else None  # a cache holds rotated keys
-        return functools.partial(native, query, key, value, own, cached)
-    asked = bands(variant, queries, keys, window, columns, query.device)
+        return functools.partial(native, query, key, value, own=own, cached=cached)
+    asked = bands(variant, queries, keys, window=window, columns=columns, device=query.device)
     call = Call(asked, halves(columns), columns**-0.5)
     if kernel == "decode":
-        ranges = ranges_of(call, queries, keys, query.device)
+        ranges = ranges_of(call, queries, keys, device=query.device)
         return functools.partial(decode_kernel.attend, query, key, value, call, ranges)
     return functools.partial(attention.attend, query, key, value, call, kernel)
 
@@ -150,8 +153,11 @@ def step(
 def decode(
     keys: int, kv_heads: int, window: int, dtype: torch.dtype, rounds: int
 ) -> dict[str, Measured]:
-    query, *first = tensors(HEADS, kv_heads, 1, keys, dtype)
+    query, *first = tensors(HEADS, kv_heads=kv_heads, queries=1, keys=keys, dtype=dtype)
     # Separate memory, as in a model: no layer finds its keys in the processor's cache.
     cached = [tuple(first), *(tuple(x.clone() for x in first) for _ in range(LAYERS - 1))]
     with torch.inference_mode():
-        return ratios({v: step(v, query, cached, window) for v in (NATIVE, *VARIANTS)}, rounds)
+        return ratios(
+            {v: step(v, query=query, cached=cached, window=window) for v in (NATIVE, *VARIANTS)},
+            rounds,
+        )

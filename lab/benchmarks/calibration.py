@@ -78,20 +78,30 @@ class Unseen:
         windows: int,
         prompts: int,
     ) -> None:
-        self.model, self.length = model, length
-        rows = windows_of(tokenizer, texts, length, windows, SEED, "--windows asks for more")
-        trained, first = model.config.max_position_embeddings, beginning(tokenizer)
+        self.model = model
+        self.length = length
+        rows = windows_of(
+            tokenizer, texts, length, count=windows, seed=SEED, cure="--windows asks for more"
+        )
+        trained = model.config.max_position_embeddings
+        first = beginning(tokenizer)
         self.rows = rows
         self.inside = [tuple(cut(window, trained, first)) for window in rows.windows]
-        self.prompts = prompts_of(tokenizer, [length], prompts, rows.windows, SEED)
+        self.prompts = prompts_of(
+            tokenizer, lengths=[length], count=prompts, texts=rows.windows, seed=SEED
+        )
 
     def under(self, method: Method) -> Measured:
         """Loss of every document, and whether each prompt is found."""
         with rope_ext.patched(self.model, method), torch.no_grad():
-            far = losses_at_end(self.model, self.rows.windows, self.length // 4, lambda rows: None)
+            far = losses_at_end(
+                self.model, self.rows.windows, scored=self.length // 4, advance=lambda rows: None
+            )
             inside = []
             for pieces in self.inside:
-                losses = losses_at_end(self.model, pieces, len(pieces[0]) - 1, lambda rows: None)
+                losses = losses_at_end(
+                    self.model, windows=pieces, scored=len(pieces[0]) - 1, advance=lambda rows: None
+                )
                 inside.append(mean(losses))
             answers = losses_of_answers(self.model, self.prompts, lambda rows: None)
         found = [hit for _, hit in answers]
@@ -124,7 +134,8 @@ def cell_of(checkpoint: str, name: str, args: argparse.Namespace) -> dict[str, A
     model = AutoModelForCausalLM.from_pretrained(BOX / checkpoint, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(BOX / checkpoint)
     seen, other = texts_of(checkpoint)
-    length, began = parse_length(args.length), time.monotonic()
+    length = parse_length(args.length)
+    began = time.monotonic()
     method = "yarn" if name == SEARCH else name
     found = rope_ext.calibrate(
         model,
@@ -150,9 +161,17 @@ def cell_of(checkpoint: str, name: str, args: argparse.Namespace) -> dict[str, A
             iterations=1,
         )
     else:
-        before, after = found.best.published, found.method
+        before = found.best.published
+        after = found.method
     minutes = (time.monotonic() - began) / 60
-    unseen = Unseen(model, tokenizer, other, length, args.windows, args.prompts)
+    unseen = Unseen(
+        model=model,
+        tokenizer=tokenizer,
+        texts=other,
+        length=length,
+        windows=args.windows,
+        prompts=args.prompts,
+    )
     cell = measured(unseen, before, after)
     told = {"sentence": found.sentence} if name != SEARCH else {}
     return {**cell, **told, "length": length, "minutes": minutes}

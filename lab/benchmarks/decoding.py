@@ -19,7 +19,9 @@ import rope_ext
 from lab.benchmarks.measuring import NATIVE, Measured, of_same_weights, ratios
 from rope_ext.command.terminal import tell
 
-HEADS, COLUMNS, STEPS = 8, 32, 4
+HEADS = 8
+COLUMNS = 32
+STEPS = 4
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class Size:
 
 
 def size(small: bool) -> Size:
-    return Size(1, 32, 64, "eager") if small else Size()
+    return Size(layers=1, trained=32, prompt=64, backend="eager") if small else Size()
 
 
 def measure(
@@ -75,7 +77,10 @@ def measure(
             tell(f"decoding: {column}, {rounds} rounds")
             # One graph for each model, all from the same code.
             with torch._dynamo.config.patch(recompile_limit=2 * len(models)):
-                runs = {name: _steps(one, ids, rounds, backend) for name, one in models.items()}
+                runs = {
+                    name: _steps(one, ids=ids, rounds=rounds, backend=backend)
+                    for name, one in models.items()
+                }
                 yield {column: ratios(runs, rounds)}
             torch._dynamo.reset()
 
@@ -83,7 +88,8 @@ def measure(
 @torch.inference_mode()
 def _steps(model: nn.Module, ids: torch.Tensor, rounds: int, backend: str) -> Callable[[], None]:
     """A function that decodes :data:`STEPS` tokens after the prompt; compiled with a backend."""
-    step, cache = model, DynamicCache(config=model.config)
+    step = model
+    cache = DynamicCache(config=model.config)
     if backend:
         step = torch.compile(model, fullgraph=True, dynamic=False, backend=backend)
         room = ids.shape[1] + STEPS * (rounds + 1)

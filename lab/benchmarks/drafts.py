@@ -48,7 +48,8 @@ class Counted:
     """Counts forwards of a model inside a ``with`` block."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model, self.count = model, 0
+        self.model = model
+        self.count = 0
 
     def __enter__(self) -> Counted:
         self.handle = self.model.register_forward_hook(self._add)
@@ -71,7 +72,8 @@ def rounded(model: nn.Module, bits: int) -> nn.Module:
                 step = weight.abs().amax(1, keepdim=True) / levels
                 weight.copy_((weight / step).round() * step)
     config: Any = draft.generation_config
-    config.num_assistant_tokens, config.num_assistant_tokens_schedule = DRAFTED, "constant"
+    config.num_assistant_tokens = DRAFTED
+    config.num_assistant_tokens_schedule = "constant"
     config.assistant_confidence_threshold = 0.0
     return draft
 
@@ -121,7 +123,14 @@ def measure(
             wanted = wanted or written
             if written != wanted:  # may happen at a tie only, since drafts are verified
                 print(f"note: {name} wrote another text after {length} tokens")
-            yield Accepted(method, name, length, count, count * new, forwards.count)
+            yield Accepted(
+                method=method,
+                draft=name,
+                prompt=length,
+                texts=count,
+                new=count * new,
+                forwards=forwards.count,
+            )
 
 
 def main(given: Sequence[str] | None = None) -> None:
@@ -138,7 +147,9 @@ def main(given: Sequence[str] | None = None) -> None:
     print(f"torch {torch.__version__}, transformers {transformers.__version__}, rope_ext", end=" ")
     print(f"{__version__}; {CHECKPOINT.name}, factor {args.factor:g}, {args.bits} bits, no seed")
     for method in args.methods.split(","):
-        for found in measure(method, args.factor, lengths, args.texts, args.new, args.bits):
+        for found in measure(
+            method, args.factor, lengths, count=args.texts, new=args.new, bits=args.bits
+        ):
             print(json.dumps(asdict(found) | {"per_forward": round(found.per_forward, 2)}))
 
 

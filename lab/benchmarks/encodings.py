@@ -48,7 +48,8 @@ def attend(
     variant: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> Callable[[], torch.Tensor]:
     """Return a function that runs the variant once, including its bias."""
-    scale, (heads, tokens) = query.shape[-1] ** -0.5, query.shape[1:3]
+    scale = query.shape[-1] ** -0.5
+    heads, tokens = query.shape[1:3]
     plain = functools.partial(F.scaled_dot_product_attention, query, key, value, scale=scale)
     if variant == NATIVE:
         return functools.partial(plain, is_causal=True)
@@ -60,8 +61,8 @@ def attend(
 
         def whole() -> torch.Tensor:
             at = torch.arange(tokens)
-            apart = at[:, None] - at
-            matrix = make()["bias"][:, apart.clamp(min=0)].masked_fill_(apart < 0, -torch.inf)
+            distance = at[:, None] - at
+            matrix = make()["bias"][:, distance.clamp(min=0)].masked_fill_(distance < 0, -torch.inf)
             return plain(attn_mask=matrix[None])
 
         return whole
@@ -88,7 +89,14 @@ def variants(length: int) -> dict[str, Attend]:
 def measured(part: str, length: int, rounds: int) -> Mapping[str, Any]:
     """A column of a table, by variant."""
     if part != "memory":
-        return prefill(variants(length), HEADS, length, torch.float32, part == "backward", rounds)
+        return prefill(
+            variants(length),
+            heads=HEADS,
+            length=length,
+            dtype=torch.float32,
+            backward=part == "backward",
+            rounds=rounds,
+        )
     command = [sys.executable, "-m", "lab.benchmarks.encodings", "--lengths", str(length), "--peak"]
     root = Path(__file__).parents[2]  # where Python finds lab
     return {

@@ -162,7 +162,7 @@ def exact(run: Run) -> None:
             kernel == "cudnn" and not narrow
         ):
             continue
-        check = functools.partial(_exact, run, kernel, n + 37, window, **case)
+        check = functools.partial(_exact, run, kernel, keys=n + 37, window=window, **case)
         run.attempt("exact", {"kernel": kernel, **case}, check)
 
 
@@ -180,17 +180,17 @@ def _exact(
 ) -> dict[str, Any]:
     size, value_size, groups = columns
     grads = backward and queries > 1
-    asked = _asked(variant, queries, keys, window, size, run.device)
+    asked = _asked(variant, queries, keys, window=window, columns=size, device=run.device)
     generator = torch.Generator(run.device).manual_seed(0)
     shapes = ((2, 2 * groups, queries, size), (2, 2, keys, size), (2, 2, keys, value_size))
     if sinks:
         shapes += ((2 * groups,),)
-    made = [torch.randn(shape, generator=generator, device=run.device) for shape in shapes]
-    made = [x.to(run.dtype) for x in made]
+    drawn = [torch.randn(shape, generator=generator, device=run.device) for shape in shapes]
+    drawn = [x.to(run.dtype) for x in drawn]
     weight = torch.randn(*shapes[0][:3], value_size, generator=generator, device=run.device)
 
     def results(dtype: torch.dtype, by: Callable) -> list[torch.Tensor]:
-        given = [x.to(dtype).requires_grad_(grads) for x in made]
+        given = [x.to(dtype).requires_grad_(grads) for x in drawn]
         call = Call(asked, bands.halves(size), size**-0.5, softcap=softcap, sinks=None)
         if sinks:
             call = Call(asked, call.pairs, call.scale, sinks=given[3])
@@ -200,7 +200,7 @@ def _exact(
 
     def decoded(*given: Any) -> torch.Tensor:
         *qkv, call = given
-        seen = bands.ranges_of(call, queries, keys, torch.device(run.device))
+        seen = bands.ranges_of(call, queries, keys, device=torch.device(run.device))
         return decode_kernel.attend(*qkv, call, seen)
 
     truth = results(torch.float64, plain.attend)
@@ -220,8 +220,10 @@ def _asked(
 ) -> list[RotatedBand]:
     """The bands of :func:`benchmarks.attention.bands`, and two more kinds."""
     if variant not in ("first tokens", "rows that see nothing"):
-        return bands.bands(variant, queries, keys, window, columns, device)
-    near, far = bands.bands("rerope", queries, keys, window, columns, device)
+        return bands.bands(variant, queries, keys, window=window, columns=columns, device=device)
+    near, far = bands.bands(
+        "rerope", queries=queries, keys=keys, window=window, columns=columns, device=device
+    )
     if variant == "rows that see nothing":
         hidden = keys - queries // 2  # from half of the queries
         return [RotatedBand(Distance(hidden, None), far.query, far.key)]
@@ -240,22 +242,47 @@ def decoding(run: Run) -> None:
     cases.append({"columns": (128, 128, 7), "queries": 16, "variant": "rerope"})
     cases.append({"columns": SHAPES[0], "queries": 1, "variant": "rerope", "softcap": 5.0})
     for case in cases[:: 5 if run.small else 1]:
-        check = functools.partial(_exact, run, "decode", n + 37, window, backward=False, **case)
+        check = functools.partial(
+            _exact, run, kernel="decode", keys=n + 37, window=window, backward=False, **case
+        )
         run.attempt("decode", {"what": "exact", **case}, check)
     heads, kv_heads, columns, window = (4, 2, 16, 16) if run.small else (32, 8, 128, 4096)
     for length in (64,) if run.small else (2**14, 2**16, 2**17):
-        given = tensors(heads, kv_heads, 1, length, run.dtype, columns, run.device)
+        given = tensors(
+            heads,
+            kv_heads,
+            queries=1,
+            keys=length,
+            dtype=run.dtype,
+            columns=columns,
+            device=run.device,
+        )
         for variant in ("rerope", "dual_chunk"):
             for graphed in (False, True) if run.device == "cuda" else (False,):
                 compare = functools.partial(
-                    _compared, run, given, "decode", variant, "decode", window, graphed
+                    _compared,
+                    run,
+                    given,
+                    part="decode",
+                    variant=variant,
+                    kernel="decode",
+                    window=window,
+                    graphed=graphed,
                 )
                 named = {"tokens": length, "variant": variant, "cuda_graph": graphed}
                 run.attempt("decode", named, compare)
     if run.device == "cuda":
-        given = tensors(heads, kv_heads, 1, 2**14, run.dtype, columns, run.device)
+        given = tensors(
+            heads,
+            kv_heads,
+            queries=1,
+            keys=2**14,
+            dtype=run.dtype,
+            columns=columns,
+            device=run.device,
+        )
         for splits, change in itertools.product((32, 16, 64), TILINGS):
-            measure = functools.partial(_tiled, run, given, window, splits, change)
+            measure = functools.partial(_tiled, run, given, window, splits=splits, change=change)
             run.attempt("decode", {"what": "tiles", "splits": splits, **change}, measure)
 
 
@@ -268,7 +295,15 @@ def _tiled(
         mock.patch.object(decode_kernel, "SPLITS", splits),
         mock.patch.object(decode_kernel, "tiles", lambda *sizes: usual(*sizes) | change),
     ):
-        return _compared(run, given, "decode", "rerope", "decode", window, True)
+        return _compared(
+            run,
+            given,
+            part="decode",
+            variant="rerope",
+            kernel="decode",
+            window=window,
+            graphed=True,
+        )
 
 
 def paths(run: Run) -> None:
@@ -296,7 +331,9 @@ def _paths(run: Run, dtype: torch.dtype, method: str) -> dict[str, Any]:
     def decode(model: nn.Module, cache: Any, step: nn.Module) -> torch.Tensor:
         found = []
         for first, last in itertools.pairwise((0, *range(length, length + steps + 1))):
-            tokens, mask, run_by = batch["input_ids"][:, first:last], batch["attention_mask"], model
+            tokens = batch["input_ids"][:, first:last]
+            mask = batch["attention_mask"]
+            run_by = model
             if step is not model and first:
                 run_by = step  # the same mask in all steps, for a single graph
             else:
@@ -396,13 +433,13 @@ def graphs(run: Run) -> None:
                     model.generate(**batch, max_new_tokens=4, min_new_tokens=4, do_sample=False)
 
         def count(name: str, rows: int, task: Callable = task) -> dict[str, Any]:
-            made = []
+            graphs = []
             with never_dense():
                 for more in (0, 64, 128) * 2:
                     before = counters["stats"]["unique_graphs"]
                     task(name, rows, more)
-                    made.append(counters["stats"]["unique_graphs"] - before)
-            return {"ok": sum(made[3:]) == 0, "graphs": made}
+                    graphs.append(counters["stats"]["unique_graphs"] - before)
+            return {"ok": sum(graphs[3:]) == 0, "graphs": graphs}
 
         for name, rows in itertools.product(("eval", "generate", "train"), (1, 2)):
             named = {"method": method, "kernel": kernel, "task": name, "rows": rows}
@@ -424,7 +461,8 @@ def syncs(run: Run) -> None:
 
 
 def _eager_syncs(run: Run, model: nn.Module, rows: int) -> dict[str, Any]:
-    cache, batch = DynamicCache(config=model.config), ids_of(run, rows, 150, padded=rows > 1)
+    cache = DynamicCache(config=model.config)
+    batch = ids_of(run, rows, 150, padded=rows > 1)
     counts = []
     with torch.inference_mode(), warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
@@ -443,7 +481,7 @@ def _eager_syncs(run: Run, model: nn.Module, rows: int) -> dict[str, Any]:
 
 
 def _no_syncs(run: Run, model: nn.Module, rows: int) -> dict[str, Any]:
-    step, _ = _static(run, model, rows, 150, "default")
+    step, _ = _static(run, model, rows, length=150, mode="default")
     for _ in range(3):
         step()
     torch.cuda.synchronize()
@@ -480,7 +518,15 @@ def timed(run: Run) -> None:
     lengths = (64, 128) if run.small else (2**14, 2**16, 2**17)
     for length, part in itertools.product(lengths, ("decode", "forward", "backward")):
         queries = 1 if part == "decode" else length
-        given = tensors(heads, kv_heads, queries, length, run.dtype, columns, run.device)
+        given = tensors(
+            heads,
+            kv_heads,
+            queries,
+            keys=length,
+            dtype=run.dtype,
+            columns=columns,
+            device=run.device,
+        )
         given = [x.requires_grad_(part == "backward") for x in given]
         decodes = part == "decode"
         kernels = ("flash",) if decodes else run.kernels
@@ -488,7 +534,14 @@ def timed(run: Run) -> None:
             for variant, kernel in itertools.product(variants, kernels):
                 named = {"what": part, "tokens": length, "variant": variant, "kernel": kernel}
                 compare = functools.partial(
-                    _compared, run, given, part, variant, kernel, window, graphed
+                    _compared,
+                    run,
+                    given,
+                    part,
+                    variant=variant,
+                    kernel=kernel,
+                    window=window,
+                    graphed=graphed,
                 )
                 run.attempt("attention", {**named, "cuda_graph": graphed}, compare)
 
@@ -505,20 +558,20 @@ def _compared(
     repeated = 20 if part == "decode" and not run.small else 1
     with contextlib.ExitStack() as stack:
         kernel = stack.enter_context(using(kernel))
-        made = {
+        calls = {
             NATIVE: _by_flash(run, bands.attend(NATIVE, *given, window)),
             variant: bands.attend(variant, *given, window, kernel),
         }
         if part == "backward":
-            made = {name: functools.partial(trained, one, given) for name, one in made.items()}
+            calls = {name: functools.partial(trained, one, given) for name, one in calls.items()}
         if part != "backward":
             stack.enter_context(torch.inference_mode())
         if graphed:
-            made = {name: _captured(one) for name, one in made.items()}
+            calls = {name: _captured(one) for name, one in calls.items()}
         if repeated > 1:
-            made = {name: functools.partial(_often, one, repeated) for name, one in made.items()}
+            calls = {name: functools.partial(_often, one, repeated) for name, one in calls.items()}
         run.peak()
-        found = ratios(made, 3 if part == "backward" else 5, run.device)
+        found = ratios(calls, 3 if part == "backward" else 5, run.device)
     return {
         "milliseconds": {name: 1e3 * one.seconds / repeated for name, one in found.items()},
         "ratio": found[variant].ratio,
@@ -594,7 +647,8 @@ def _prefill(run: Run, model: nn.Module, length: int) -> dict[str, Any]:
 
 
 def _decode(run: Run, model: nn.Module, length: int) -> dict[str, Any]:
-    cache, ids = DynamicCache(config=model.config), ids_of(run, 1, length)["input_ids"]
+    cache = DynamicCache(config=model.config)
+    ids = ids_of(run, 1, length)["input_ids"]
     steps = 2 if run.small else 16
 
     def once() -> None:
@@ -609,7 +663,7 @@ def _decode(run: Run, model: nn.Module, length: int) -> dict[str, Any]:
 
 def _graph(run: Run, model: nn.Module, length: int) -> dict[str, Any]:
     torch.compiler.reset()  # CUDA graphs of an earlier variant would share its memory pool
-    step, _ = _static(run, model, 1, length, "reduce-overhead")
+    step, _ = _static(run, model, rows=1, length=length, mode="reduce-overhead")
     _often(step, 3)
     return _rate(run, functools.partial(_often, step, 8), 8)
 
@@ -658,7 +712,7 @@ def methods(run: Run) -> None:
     for cls in (*all_methods(), *all_encodings()):
         options = {"factor": 4} if cls in all_methods() or cls.name == "learned" else {}
         options |= needed.get(cls.name, {})
-        check = functools.partial(_method, base, batch, own, cls.name, options)
+        check = functools.partial(_method, base, batch, own, method=cls.name, options=options)
         run.attempt("methods", {"method": cls.name}, check)
 
 
@@ -695,10 +749,11 @@ def _answers(
     """Logits of real tokens, also from a cache, and all gradients."""
     given = {name: x.to(device) for name, x in batch.items()}
     labels = given["input_ids"].masked_fill(given["attention_mask"] == 0, -100)
-    real, before = given["attention_mask"].bool(), given["input_ids"].shape[1] - 2
+    real = given["attention_mask"].bool()
+    before = given["input_ids"].shape[1] - 2
     with torch.no_grad():
         out = model(**{name: x[:, :before] for name, x in given.items()})
-        found = [out.logits, *_continued(model, given, out.past_key_values, before)]
+        found = [out.logits, *_continued(model, given, cache=out.past_key_values, before=before)]
     model(**given, labels=labels, use_cache=False).loss.backward()
     grads = [p.grad.double().flatten() for p in model.parameters() if p.grad is not None]
     return [torch.cat(found, 1)[real].double().cpu(), torch.cat(grads).cpu()]
@@ -771,8 +826,15 @@ def main(arguments: list[str] | None = None) -> int:
     if args.device == "cpu":
         kernels = ("flash",)  # the only one
         if os.environ.get("TRITON_INTERPRET") == "1":  # of a Triton that is imported later
-            decode_kernel.runs_on, decode_kernel.SPLITS = lambda device: True, 2
-    run = Run(args.device, args.small, args.minutes, args.output, kernels)
+            decode_kernel.runs_on = lambda device: True
+            decode_kernel.SPLITS = 2
+    run = Run(
+        device=args.device,
+        small=args.small,
+        minutes=args.minutes,
+        output=args.output,
+        kernels=kernels,
+    )
     run.tell("begin", **device_facts(args.device))
     share = 0
     total = sum(SHARES[part] for part in parts)

@@ -85,7 +85,8 @@ PARTIAL: dict[str, tuple[Draw, Draw]] = {
 def student(values: np.ndarray, weights: np.ndarray) -> Ends:
     """Student's t with the standard error of a ratio of sums."""
     share = weights / weights.sum(1, keepdims=True)
-    count, mean = values.shape[1], (share * values).sum(1)
+    count = values.shape[1]
+    mean = (share * values).sum(1)
     square = (share**2 * (values - mean[:, None]) ** 2).sum(1) * count / (count - 1)
     half = stats.t.ppf((1 + CONFIDENCE) / 2, count - 1) * np.sqrt(square)
     return mean - half, mean + half
@@ -145,7 +146,8 @@ def pairs() -> Iterator[list[str]]:
         one, other, wins, losses = outcomes(trials)
         table = np.stack([wins, losses, trials - wins - losses], axis=1)
         low, high = paired_ends(one, other)
-        covers, clear = [], []
+        covers = []
+        clear = []
         for unlike, share in itertools.product(UNLIKE, WINS):
             chances = [unlike * share, unlike * (1 - share), 1 - unlike]
             odds = stats.multinomial.pmf(table, trials, np.round(chances, 12))

@@ -49,8 +49,10 @@ HEADS = {"64": (64, 64), "96": (96, 96), "128": (128, 128), "256": (256, 256), "
 """Columns of queries and keys, and of values."""
 PLAIN = "plain"
 KINDS = ("bands", "chunks", "first tokens", "soft cap")
-TRAIN, PREFILL = "prefill and backward", "prefill"
-KEYS, BAND = 1000, 256
+TRAIN = "prefill and backward"
+PREFILL = "prefill"
+KEYS = 1000
+BAND = 256
 
 
 @dataclass(frozen=True)
@@ -85,13 +87,25 @@ def cases(cards: Iterable[str], small: bool = False) -> list[Case]:
     for card in cards:
         for dtype in ("float16", "float32"):
             for heads in HEADS:
-                found += [Case(card, kind, heads, dtype, TRAIN) for kind in (PLAIN, "bias")]
+                found += [
+                    Case(card=card, kind=kind, heads=heads, dtype=dtype, phase=TRAIN)
+                    for kind in (PLAIN, "bias")
+                ]
         if card == "8.6":
-            found += [Case(card, kind, "128", "float16", TRAIN) for kind in KINDS]
+            found += [
+                Case(card=card, kind=kind, heads="128", dtype="float16", phase=TRAIN)
+                for kind in KINDS
+            ]
         if card == "7.5":  # those that cannot be trained
-            found += [Case(card, kind, "256", "float32", PREFILL) for kind in (PLAIN, "bias")]
+            found += [
+                Case(card=card, kind=kind, heads="256", dtype="float32", phase=PREFILL)
+                for kind in (PLAIN, "bias")
+            ]
         if CARDS[card].capability >= (8, 0):
-            found += [Case(card, "bias", x, "bfloat16", TRAIN) for x in ("128", "256")]
+            found += [
+                Case(card=card, kind="bias", heads=x, dtype="bfloat16", phase=TRAIN)
+                for x in ("128", "256")
+            ]
     return found
 
 
@@ -118,14 +132,18 @@ def _call(kind: str, query: torch.Tensor, grads: bool) -> Call:
 def run(case: Case, compiled: list[dict[str, Any]]) -> dict[str, Any]:
     """The kernels of a case."""
     columns, value_columns = HEADS[case.heads]
-    train, dtype = case.phase == TRAIN, getattr(torch, case.dtype)
+    train = case.phase == TRAIN
+    dtype = getattr(torch, case.dtype)
 
-    def made(heads: int, tokens: int, columns: int) -> torch.Tensor:
-        x = torch.empty(1, heads, tokens, columns, dtype=dtype, device="cuda")
+    def empty(heads: int, columns: int) -> torch.Tensor:
+        x = torch.empty(1, heads, KEYS, columns, dtype=dtype, device="cuda")
         return x.requires_grad_(train)
 
-    query, key, value = made(8, KEYS, columns), made(2, KEYS, columns), made(2, KEYS, value_columns)
-    card, call = CARDS[case.card], _call(case.kind, query, train)
+    query = empty(8, columns)
+    key = empty(2, columns)
+    value = empty(2, value_columns)
+    card = CARDS[case.card]
+    call = _call(case.kind, query, train)
     with torch.set_grad_enabled(train):
         refused = flex.refusal(query, value, call, card)
     if refused is not None:
@@ -170,7 +188,8 @@ def of_attention(kernel: dict[str, Any]) -> bool:
 
 def estimate(line: dict[str, Any], kernel: dict[str, Any]) -> int | None:
     """Upper bound that rope_ext assumes for these tiles; None for tiles that it never uses."""
-    size, card = getattr(torch, line["dtype"]).itemsize, CARDS[line["card"]]
+    size = getattr(torch, line["dtype"]).itemsize
+    card = CARDS[line["card"]]
     heads = Heads(*HEADS[line["heads"]], size, line["kind"] == "bias")
     if "BLOCK_N" in kernel:
         tile = kernel["BLOCK_M"], kernel["BLOCK_N"], kernel["stages"]

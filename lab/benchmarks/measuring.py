@@ -39,13 +39,13 @@ def tensors(
     """
     generator = torch.Generator(device).manual_seed(0)
     shapes = ((queries, heads), (keys, kv_heads), (keys, kv_heads))
-    made = [
+    drawn = [
         torch.randn(1, *shape, columns, generator=generator, device=device)
         .to(dtype)
         .transpose(1, 2)
         for shape in shapes
     ]
-    return made if queries > 1 else [x.contiguous() for x in made]
+    return drawn if queries > 1 else [x.contiguous() for x in drawn]
 
 
 def trained(run: Callable[[], torch.Tensor], inputs: list[torch.Tensor]) -> None:
@@ -97,7 +97,9 @@ def compared(seconds: Mapping[str, Sequence[float]]) -> dict[str, Measured]:
         of_round = [v / n for v, n in zip(values, seconds[NATIVE], strict=True)]
         quarters = statistics.quantiles(of_round, n=4, method="inclusive") if of_round[1:] else []
         low, ratio, high = quarters or of_round * 3
-        found[variant] = Measured(statistics.median(values), ratio, low, high)
+        found[variant] = Measured(
+            seconds=statistics.median(values), ratio=ratio, low=low, high=high
+        )
     return found
 
 
@@ -139,7 +141,10 @@ def prefill(
     rounds: int,
 ) -> dict[str, Measured]:
     """:func:`ratios` of forwards, or of training steps."""
-    inputs = [x.requires_grad_(backward) for x in tensors(heads, heads, length, length, dtype)]
+    inputs = [
+        x.requires_grad_(backward)
+        for x in tensors(heads, kv_heads=heads, queries=length, keys=length, dtype=dtype)
+    ]
     runs = {name: attend(*inputs) for name, attend in attends.items()}
     if backward:
         runs = {name: functools.partial(trained, run, inputs) for name, run in runs.items()}
@@ -157,7 +162,12 @@ def resident(field: str) -> float:
 def peak(attend: Attend, heads: int, length: int) -> float:
     """MiB that a training step adds to this process, which must be fresh."""
     inputs, small = (
-        [x.requires_grad_() for x in tensors(heads, heads, tokens, tokens, torch.float32)]
+        [
+            x.requires_grad_()
+            for x in tensors(
+                heads, kv_heads=heads, queries=tokens, keys=tokens, dtype=torch.float32
+            )
+        ]
         for tokens in (length, 64)
     )
     trained(attend(*small), small)

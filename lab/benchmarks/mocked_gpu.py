@@ -102,7 +102,8 @@ def mocked(
             )
 
     def allocate(_backend: Any, module: Any, _metadata: Any, options: Any, arch: int) -> None:
-        passes, manager = nvidia.passes, nvidia.ir.pass_manager(module.context)
+        passes = nvidia.passes
+        manager = nvidia.ir.pass_manager(module.context)
         passes.ttgpuir.add_combine_tensor_select_and_if(manager)
         passes.ttgpuir.add_allocate_warp_groups(manager, False)
         passes.convert.add_scf_to_cf(manager)
@@ -189,11 +190,21 @@ def mocked(
 def _library(folder: Path) -> ctypes.CDLL:
     from torch.utils import cpp_extension
 
-    source, made = folder / "device.cpp", folder / "device.so"
+    source = folder / "device.cpp"
+    library = folder / "device.so"
     source.write_text(_DEVICE)
     options = [f"-I{path}" for path in cpp_extension.include_paths()]
     options += [f"-L{path}" for path in cpp_extension.library_paths()]
     compiler = os.environ.get("CXX", "c++")
-    command = [compiler, "-std=c++20", "-shared", "-fPIC", str(source), "-o", str(made), *options]
+    command = [
+        compiler,
+        "-std=c++20",
+        "-shared",
+        "-fPIC",
+        str(source),
+        "-o",
+        str(library),
+        *options,
+    ]
     subprocess.run([*command, "-lc10", "-ltorch_cpu"], check=True)
-    return ctypes.CDLL(str(made))
+    return ctypes.CDLL(str(library))

@@ -40,8 +40,11 @@ from rope_ext.command.arguments import split
 from rope_ext.errors import Mistakes, OptionError
 from rope_ext.methods import build_method
 
-TRAINED, FACTOR, TOKENS = 512, 8, 8192  # tokens of a row and of a step
-RATE, LEAST = 1e-3, 1e-3 / 16  # learning rates: the first and the lowest that are tried
+TRAINED = 512  # tokens of a row
+FACTOR = 8
+TOKENS = 8192  # of a step
+RATE = 1e-3  # the first learning rate that is tried
+LEAST = 1e-3 / 16  # the lowest learning rate that is tried
 BASELINE = "pose"
 Scheme = tuple[str, str, int]
 SCHEMES: dict[str, Scheme] = {
@@ -79,16 +82,23 @@ def model_of(checkpoint: str, adapter: Path | None) -> Any:
 @cache
 def rows_to_choose_by(checkpoint: str, windows: int) -> tuple[tuple[int, ...], ...]:
     """Windows of the target length, from text that is not used for measurement."""
-    tokenizer, texts = AutoTokenizer.from_pretrained(BOX / checkpoint), texts_of(checkpoint)[0]
-    length, cure = FACTOR * TRAINED, "--windows asks for more"
-    return windows_of(tokenizer, texts, length, windows, SEED, cure).windows
+    tokenizer = AutoTokenizer.from_pretrained(BOX / checkpoint)
+    texts = texts_of(checkpoint)[0]
+    length = FACTOR * TRAINED
+    cure = "--windows asks for more"
+    return windows_of(tokenizer, texts, length, count=windows, seed=SEED, cure=cure).windows
 
 
 def loss_to_choose_by(checkpoint: str, method: str, adapter: Path, windows: int) -> float:
     """Loss at the target length on :func:`rows_to_choose_by`, nats per token."""
-    model, rows = model_of(checkpoint, adapter), rows_to_choose_by(checkpoint, windows)
+    model = model_of(checkpoint, adapter)
+    rows = rows_to_choose_by(checkpoint, windows)
     with rope_ext.patched(model, method, factor=FACTOR), torch.no_grad():
-        return mean(losses_at_end(model, rows, FACTOR * TRAINED // 4, lambda rows: None))
+        return mean(
+            losses_at_end(
+                model, windows=rows, scored=FACTOR * TRAINED // 4, advance=lambda rows: None
+            )
+        )
 
 
 @cache
@@ -96,10 +106,20 @@ def measured(
     checkpoint: str, method: str, adapter: Path | None, windows: int, prompts: int
 ) -> Measured:
     """Loss of every document, and passkeys found, at the trained and the target length."""
-    tokenizer, texts = AutoTokenizer.from_pretrained(BOX / checkpoint), texts_of(checkpoint)[1]
+    tokenizer = AutoTokenizer.from_pretrained(BOX / checkpoint)
+    texts = texts_of(checkpoint)[1]
     model = model_of(checkpoint, adapter)
-    unseen = Unseen(model, tokenizer, texts, FACTOR * TRAINED, windows, prompts)
-    asked = prompts_of(tokenizer, [TRAINED], prompts, unseen.rows.windows, SEED)
+    unseen = Unseen(
+        model=model,
+        tokenizer=tokenizer,
+        texts=texts,
+        length=FACTOR * TRAINED,
+        windows=windows,
+        prompts=prompts,
+    )
+    asked = prompts_of(
+        tokenizer, lengths=[TRAINED], count=prompts, texts=unseen.rows.windows, seed=SEED
+    )
     under = build_method(method, factor=FACTOR)
     with rope_ext.patched(model, under), torch.no_grad():
         answers = losses_of_answers(model, asked, lambda rows: None)
@@ -119,20 +139,23 @@ def lowest(loss: Callable[[float], float], rate: float) -> float:
 
 def cell_of(checkpoint: str, name: str, args: argparse.Namespace) -> dict[str, Any]:
     """Choose a rate with the first seed, train with every seed, measure before and after."""
-    method, began = SCHEMES[name][1], time.monotonic()
+    method = SCHEMES[name][1]
+    began = time.monotonic()
 
     def trained(rate: float, seed: int) -> Path:
         folder = args.output / f"{checkpoint}-{name}-{args.steps}-{rate}-{seed}"
         if not (folder / "rope_ext.json").exists():
-            finetune.main(words_of(checkpoint, name, seed, args.steps, rate, folder))
+            finetune.main(
+                words_of(checkpoint, name, seed, steps=args.steps, rate=rate, folder=folder)
+            )
         return folder
 
     @cache
     def loss(rate: float) -> float:
-        return loss_to_choose_by(checkpoint, method, trained(rate, 0), args.windows)
+        return loss_to_choose_by(checkpoint, method, adapter=trained(rate, 0), windows=args.windows)
 
     def under(adapter: Path | None) -> Measured:
-        return measured(checkpoint, method, adapter, args.windows, args.prompts)
+        return measured(checkpoint, method, adapter, windows=args.windows, prompts=args.prompts)
 
     rate = lowest(loss, RATE)
     after = [under(trained(rate, seed)) for seed in range(args.seeds)]
@@ -169,7 +192,8 @@ def show(cells: Mapping[tuple[str, str], Mapping[str, Any]]) -> None:
     for column in (*columns, "512, to pose", "4096, to pose"):
         table.add_column(column)
     for (checkpoint, name), cell in cells.items():
-        before, after = cell["before"], cell["after"]
+        before = cell["before"]
+        after = cell["after"]
         texts = [f"{cell['rate']:g}"]
         for key in ("inside", "far"):
             losses = [mean(values) for values in zip(*(m[key] for m in after), strict=True)]
@@ -197,14 +221,15 @@ def main(given: Sequence[str] | None = None) -> None:
     add("--windows", type=int, default=24, help="unseen text windows")
     add("--prompts", type=int, default=40, help="passkeys, half in filler and half in text")
     args = parser.parse_args(given)
-    mistakes, names = Mistakes(), ("steps", "seeds", "windows", "prompts")
+    mistakes = Mistakes()
+    names = ("steps", "seeds", "windows", "prompts")
     mistakes.add_all(out_of_range(vars(args), {name: at_least(1) for name in names}).values())
     for option, known in (("checkpoints", CHECKPOINTS), ("methods", tuple(SCHEMES))):
         for name in set(split(getattr(args, option))) - set(known):
             said = option.replace("methods", "schemes")
             mistakes.add(OptionError(f"--{said} {name!r} is unknown; give {', '.join(known)}"))
     mistakes.report()
-    run(args, partial(cell_of, args=args), show, f"-{args.steps}-{args.seeds}")
+    run(args, cell_of=partial(cell_of, args=args), show=show, suffix=f"-{args.steps}-{args.seeds}")
 
 
 if __name__ == "__main__":

@@ -116,11 +116,19 @@ def measure_attention(
             column = f"{name}, {length}"
             tell(f"attention alone: {column}, {rounds} rounds")
             heads = attention.HEADS
-            yield {column: measuring.prefill(attends, heads, length, dtype, backward, rounds)}
+            yield {
+                column: measuring.prefill(
+                    attends, heads, length, dtype=dtype, backward=backward, rounds=rounds
+                )
+            }
     for kv_heads in (attention.HEADS, attention.HEADS // 4):
         column = f"decode at {max(lengths)}, {kv_heads} key heads"
         tell(f"attention alone: {column}, {5 * rounds} rounds")
-        yield {column: attention.decode(max(lengths), kv_heads, window, dtype, 5 * rounds)}
+        yield {
+            column: attention.decode(
+                max(lengths), kv_heads=kv_heads, window=window, dtype=dtype, rounds=5 * rounds
+            )
+        }
 
 
 def patch_seconds(model: nn.Module, rounds: int, factor: float) -> float:
@@ -141,25 +149,26 @@ def evaluate(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         RopeExtError: a method or option is unknown, or the model cannot be loaded.
     """
     if args.small:
-        args.lengths, args.attention_lengths, args.window, args.rounds = "64", "128", 32, 2
-    names = split(args.method)
-    variants = {variant: {"factor": args.factor, **more} for variant, more in EACH_KIND.items()}
-    if names:
-        methods = checked_methods(names, args.factor, {})
-        variants = {method: {"method": method, **more} for method, more in methods.items()}
+        args.lengths = "64"
+        args.attention_lengths = "128"
+        args.window = 32
+        args.rounds = 2
+    variants = _variants(args)
     kinds = {variant: kind(**more) for variant, more in variants.items()}
-    lengths, parts = parse_lengths(args.lengths), split(args.parts)
+    lengths = parse_lengths(args.lengths)
+    parts = split(args.parts)
     if not parts or set(parts) - set(PARTS):
         raise OptionError(f"--parts {args.parts!r} is not valid; parts: {', '.join(PARTS)}")
     of_attention = parse_lengths(args.attention_lengths)
     shortest = min(*lengths, *of_attention)
     require_positive(rounds=args.rounds, length=shortest, window=args.window)
-    where, on_cpu = measuring.machine(), models.resolve_device(args.device) == "cpu"
+    machine = measuring.machine()
+    on_cpu = models.resolve_device(args.device) == "cpu"
     dtypes = [args.dtype]
     if args.dtype == "auto" and on_cpu:
-        dtypes = ["float32", "bfloat16"] if where["bfloat16"] else ["float32"]
-    made: dict[str, Any] = {
-        "machine": where,
+        dtypes = ["float32", "bfloat16"] if machine["bfloat16"] else ["float32"]
+    results: dict[str, Any] = {
+        "machine": machine,
         "model": args.model,
         "rounds": args.rounds,
         "window": args.window,
@@ -172,34 +181,78 @@ def evaluate(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         "versions": versions(),
     }
     for dtype in dtypes if "models" in parts else ():
-        model = models.load_model(args.model, dtype, args.device)
-        patched = {NATIVE: model}
-        for variant, more in variants.items():
-            patched[variant] = rope_ext.patch(measuring.of_same_weights(model), **more)
-        generator = torch.Generator().manual_seed(0)
-        shown = made["models"][f"{str(model.dtype).removeprefix('torch.')} on {model.device}"] = {}
-        for length in lengths:
-            ids = torch.randint(3, model.config.vocab_size, (1, length), generator=generator)
-            tell(f"models: {len(patched)} variants, {length} tokens, {args.rounds} rounds")
-            shown[length] = _plain(measure(patched, ids.to(model.device), args.rounds))
-            yield made
-        made["patch_seconds"] = patch_seconds(model, 20, args.factor)
-        yield made
-        del model, patched  # before the next ones are made
+        for _ in _add_models(results, args, dtype, lengths=lengths):
+            yield results
+    if not on_cpu:
+        return
     exact_dtypes = ["float32" if dtype == "auto" else dtype for dtype in dtypes]
-    positions = {one: more for one, more in variants.items() if kinds[one] == "position"}
-    for exact in exact_dtypes if "decoding" in parts and on_cpu and positions else ():
-        made["decoding"][exact] = {}
-        of_model = decoding.size(args.small), getattr(torch, exact)
-        for found in decoding.measure(positions, *of_model, args.rounds):
-            made["decoding"][exact] |= _plain(found)
-            yield made
-    for exact in exact_dtypes if "attention" in parts and on_cpu else ():
-        few = max(1, args.rounds // 5)  # half a minute each at 16k
-        made["attention"][exact] = {}
-        for found in measure_attention(of_attention, args.window, getattr(torch, exact), few):
-            made["attention"][exact] |= _plain(found)
-            yield made
+    for dtype in exact_dtypes if "decoding" in parts else ():
+        for _ in _add_decoding(results, args, dtype):
+            yield results
+    for dtype in exact_dtypes if "attention" in parts else ():
+        for _ in _add_attention(results, args, dtype, lengths=of_attention):
+            yield results
+
+
+def _variants(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Return arguments of ``patch`` by variant: the methods asked for, or one of each kind."""
+    names = split(args.method)
+    if names:
+        methods = checked_methods(names, args.factor, {})
+        return {method: {"method": method, **more} for method, more in methods.items()}
+    return {variant: {"factor": args.factor, **more} for variant, more in EACH_KIND.items()}
+
+
+def _add_models(
+    results: dict[str, Any], args: argparse.Namespace, dtype: str, lengths: Sequence[int]
+) -> Iterator[None]:
+    """Measure whole models in a dtype; yields after each length, in tokens."""
+    model = models.load_model(args.model, dtype, args.device)
+    patched = {NATIVE: model}
+    for variant, more in results["variants"].items():
+        patched[variant] = rope_ext.patch(measuring.of_same_weights(model), **more)
+    generator = torch.Generator().manual_seed(0)
+    by_length: dict[int, Any] = {}
+    results["models"][f"{str(model.dtype).removeprefix('torch.')} on {model.device}"] = by_length
+    for length in lengths:
+        ids = torch.randint(3, model.config.vocab_size, (1, length), generator=generator)
+        tell(f"models: {len(patched)} variants, {length} tokens, {args.rounds} rounds")
+        by_length[length] = _plain(measure(patched, ids.to(model.device), args.rounds))
+        yield
+    results["patch_seconds"] = patch_seconds(model, 20, args.factor)
+    yield
+
+
+def _add_decoding(results: dict[str, Any], args: argparse.Namespace, dtype: str) -> Iterator[None]:
+    """Measure decoding with position methods in a dtype; yields after each size."""
+    kinds = results["kinds"]
+    positions = {
+        variant: more
+        for variant, more in results["variants"].items()
+        if kinds[variant] == "position"
+    }
+    if not positions:
+        return
+    results["decoding"][dtype] = {}
+    size = decoding.size(args.small)
+    for found in decoding.measure(
+        positions, of=size, dtype=getattr(torch, dtype), rounds=args.rounds
+    ):
+        results["decoding"][dtype] |= _plain(found)
+        yield
+
+
+def _add_attention(
+    results: dict[str, Any], args: argparse.Namespace, dtype: str, lengths: Sequence[int]
+) -> Iterator[None]:
+    """Measure attention alone in a dtype; yields after each part."""
+    few = max(1, args.rounds // 5)  # half a minute each at 16k
+    results["attention"][dtype] = {}
+    for found in measure_attention(
+        lengths, window=args.window, dtype=getattr(torch, dtype), rounds=few
+    ):
+        results["attention"][dtype] |= _plain(found)
+        yield
 
 
 def _plain(found: Mapping[str, Mapping[str, Measured]]) -> dict[str, dict[str, dict[str, float]]]:
@@ -271,7 +324,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     with clean_errors(), stoppable("run the same command to measure again"):
         quiet()
-        folder, data = Folder(args.output), {}
+        folder = Folder(args.output)
+        data = {}
         with folder.lock():
             for data in evaluate(args):
                 pages = {"speed.json": dump(data), "speed.md": page(data)}

@@ -44,12 +44,21 @@ class Checkpoint(NamedTuple):
 
 
 CHECKPOINTS = {
-    "smollm2": Checkpoint("SmolLM2-135M-Instruct", 8192, (8192, 12288, 16384, 32768), 4, smollm2),
-    "gemma3": Checkpoint("gemma-3-270m", 32768, (32768, 65536), 2, gemma3),
+    "smollm2": Checkpoint(
+        name="SmolLM2-135M-Instruct",
+        trained=8192,
+        lengths=(8192, 12288, 16384, 32768),
+        trials=4,
+        weights=smollm2,
+    ),
+    "gemma3": Checkpoint(
+        name="gemma-3-270m", trained=32768, lengths=(32768, 65536), trials=2, weights=gemma3
+    ),
 }
 
 
-EMBEDDER, EMBEDDER_LENGTH = "embeddinggemma-300m", 2048
+EMBEDDER = "embeddinggemma-300m"
+EMBEDDER_LENGTH = 2048
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -74,10 +83,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     texts = [manual.read(folder / "manuals") for manual in questions.MANUALS]
     in_blocks()
     if args.checkpoint == "embeddinggemma":
-        measurement = _embedder(texts, args.device, output, until, args.methods)
+        measurement = _embedder(texts, args.device, output, until=until, methods=args.methods)
     else:
         measurement = _language_model(
-            CHECKPOINTS[args.checkpoint], texts, args.device, output, until, args.methods
+            CHECKPOINTS[args.checkpoint],
+            texts=texts,
+            device=args.device,
+            output=output,
+            until=until,
+            methods=args.methods,
         )
     finished = measurement.run()
     print(f"{output}: {'nothing is left to measure' if finished else 'run it again to go on'}")

@@ -158,33 +158,41 @@ class Measurement:
 
     def _plan(self) -> Iterator[tuple[str, dict[str, Any], list[Cell]]]:
         """Methods, options, and cells to measure under them, the most valuable first."""
-        trained, names = self.trained, [*self.questions.documents]
-        double, quadruple = 2 * trained, 4 * trained
+        trained = self.trained
+        names = [*self.questions.documents]
+        double = 2 * trained
+        quadruple = 4 * trained
         longest = min(map(len, self.questions.documents.values()))
         # First the prompts of the front page, in rounds: a run that stops early has every row.
         for part in range(self.parts):
             for method in FRONT:
                 options = {"factor": 2} if method != "unpatched" else {}
-                yield method, options, self._prompts(method, options, (double,), ("passkey",), part)
+                passkeys = self._prompts(
+                    method, options, lengths=(double,), tasks=("passkey",), part=part
+                )
+                yield method, options, passkeys
         if longest < quadruple:  # each forward is long
             yield from self._defaults(2, trained // 4, names[:2])
             yield from self._defaults(2, double, names[:2])
-        yield from self._defaults(2, double, names[:4], 3 * trained // 2, double)
+        yield from self._defaults(2, double, names[:4], prompts=(3 * trained // 2, double))
         if longest >= quadruple:
-            yield from self._defaults(4, quadruple, names[:2], quadruple)
+            yield from self._defaults(4, quadruple, names[:2], prompts=(quadruple,))
         for method, more in VARIANTS:
             options = {"factor": 2, **more}
-            losses = [Cell(method, options, "loss", double, name) for name in names[:4]]
+            losses = [
+                Cell(method=method, options=options, task="loss", length=double, document=name)
+                for name in names[:4]
+            ]
             yield method, options, losses + self._prompts(method, options, (double,))
-        yield from self._defaults(2, double, names[4:], trained)
+        yield from self._defaults(2, double, names[4:], prompts=(trained,))
 
     def _defaults(
-        self, factor: float, length: int, documents: Sequence[str], *lengths: int
+        self, factor: float, length: int, documents: Sequence[str], prompts: Sequence[int] = ()
     ) -> Iterator[tuple[str, dict[str, Any], list[Cell]]]:
-        """Methods with their default options: some documents, and prompts of some lengths."""
+        """Methods with their default options: some documents, and ``prompts`` of these lengths."""
         for method, options in self._methods(factor):
-            losses = self._losses(method, options, length, documents)
-            yield method, options, losses + self._prompts(method, options, lengths)
+            losses = self._losses(method, options, length, documents=documents)
+            yield method, options, losses + self._prompts(method, options, prompts)
 
     def _methods(self, factor: float) -> Iterator[tuple[str, dict[str, Any]]]:
         registered = [cls.name for cls in all_methods()]
@@ -200,7 +208,8 @@ class Measurement:
     def _losses(
         self, method: str, options: dict[str, Any], length: int, documents: Sequence[str]
     ) -> list[Cell]:
-        lengths, factor = [length], options.get("factor", 64)
+        lengths = [length]
+        factor = options.get("factor", 64)
         # One forward only has the losses of one length.
         if length > self.trained and depends_on_length(method, **options):
             shares = (1.25, 1.5, 2) if factor == 2 else (factor,)
@@ -209,7 +218,13 @@ class Measurement:
             lengths = [round(share * self.trained) for share in shares]
         most = int(factor * self.trained) // BUCKET * BUCKET  # STRING reaches almost 2x
         return [
-            Cell(method, options, "loss", min(each, most), document)
+            Cell(
+                method=method,
+                options=options,
+                task="loss",
+                length=min(each, most),
+                document=document,
+            )
             for document in documents
             for each in lengths
         ]
@@ -230,7 +245,7 @@ class Measurement:
         """Return the cells of these prompts: of one ``part``, or of all parts."""
         parts = range(self.parts) if part is None else [part]
         return [
-            Cell(method, options, task, length, part=each)
+            Cell(method=method, options=options, task=task, length=length, part=each)
             for length in lengths
             for task in tasks
             for each in parts

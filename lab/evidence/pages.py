@@ -126,7 +126,7 @@ class Evidence:
         if by_length and end <= self.trained and method != "lampe":
             return self.losses("unpatched", span)
         found: dict[str, float] = {}
-        for line in self.of("loss", method, options, factor):
+        for line in self.of("loss", method=method, options=options, factor=factor):
             last = min(end, line["length"])  # string reaches a little less than 2 times
             if line["length"] < 0.98 * end or (by_length and line["length"] > end):
                 continue
@@ -157,7 +157,7 @@ class Evidence:
 
         Decoded answers if there are any; else those that one forward scored after a lead-in.
         """
-        lines = self.of(task, method, options, 4 if length > 2 else 2)
+        lines = self.of(task, method, options, factor=4 if length > 2 else 2)
         lines = [line for line in lines if line["length"] == round(length * self.trained)]
         if decoded := [line for line in lines if is_decoded(line)]:
             parts = {line["part"]: line["right"] for line in decoded}
@@ -208,12 +208,14 @@ def table(evidence: Evidence) -> str:
         if FAR in spans:
             changes.append([_named(name), *_changes(evidence, name)])
             asked = [(task, length) for task in TASKS for length in (1.5, 2)]
-            shares = [_answered(evidence, name, task, length) for task, length in asked]
+            shares = [
+                _answered(evidence, method=name, task=task, length=length) for task, length in asked
+            ]
             prompts.append([_named(name), *shares])
         else:
             changes.append([_named(name), "" if name == "unpatched" else evidence.cost(name)])
     changes[0] = changes[0][: len(changes[1])]
-    return "\n".join(made for made in map(_measured, (positions, changes, prompts)) if made)
+    return "\n".join(part for part in map(_measured, (positions, changes, prompts)) if part)
 
 
 def _changes(evidence: Evidence, name: str) -> list[str]:
@@ -255,7 +257,8 @@ def short(evidence: Evidence) -> str:
     rows = [head]
     unpatched = evidence.seconds("unpatched")
     for name, reason in FRONT.items():
-        seconds, plain = evidence.seconds(name), name == "unpatched"
+        seconds = evidence.seconds(name)
+        plain = name == "unpatched"
         row = [_named(name), reason]
         row.append(evidence.perplexity(name, FAR))
         found = evidence.prompts(name, "passkey", 2)
@@ -293,7 +296,7 @@ def quadruple(evidence: Evidence) -> str:
     rows = []
     for name in evidence.rows():
         if shown := evidence.perplexity(name, "2x", factor=4):
-            prompts = [_answered(evidence, name, task, 4) for task in TASKS]
+            prompts = [_answered(evidence, method=name, task=task, length=4) for task in TASKS]
             value = _mean(evidence.losses(name, "2x", factor=4))
             rows.append((value, [_named(name), shown, *prompts]))
     head = ["method", "perplexity", *(PLURALS[task] for task in TASKS)]
@@ -367,7 +370,9 @@ def draw(path: Path, evidence: Sequence[Evidence]) -> None:
             look = look | {"markersize": 5, "linewidth": 2.2}
             axes.plot(places, points, label=LABELS[name], **look)
             if len(evidence) == 1:
-                _name_beside(axes, LABELS[name], (places[-1], points[-1]), look["color"])
+                _name_beside(
+                    axes, name=LABELS[name], end=(places[-1], points[-1]), color=look["color"]
+                )
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5), numticks=9))
         axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda y, _: f"{y:,g}"))
@@ -404,7 +409,8 @@ def _name_beside(axes: Any, name: str, end: tuple[float, float], color: str) -> 
 
 def _by_position(evidence: Evidence, method: str) -> tuple[list[int], list[float]]:
     """Return positions, and the perplexity of the tokens before each since the last."""
-    lines, far = evidence.of("loss", method), 2 * evidence.trained
+    lines = evidence.of("loss", method)
+    far = 2 * evidence.trained
     rows = [line["losses"] for line in lines if line["length"] == far]
     step = max(1, evidence.trained // 16 // BUCKET)
     means = [fmean(column) for column in zip(*rows, strict=True)]
@@ -432,8 +438,8 @@ def write(root: Path) -> None:
         page = root / "docs" / "evidence.md"
         put(page, f"{name} conditions", f"\n{conditions(one)}\n")
         put(page, f"{name} 2x", f"\n{table(one)}\n")
-        for mark, made in {"behind": behind, "4x": quadruple, "settings": variants}.items():
-            if text := made(one):
+        for mark, write in {"behind": behind, "4x": quadruple, "settings": variants}.items():
+            if text := write(one):
                 put(page, f"{name} {mark}", f"\n{text}\n")
     page = root / "docs" / "evidence.md"
     for one in embedders:
@@ -445,7 +451,7 @@ def write(root: Path) -> None:
                 put(page, f"{name} {factor}x", f"\n{where}\n\n{text}\n")
     judged = [one for one in found if len(one.losses("unpatched", "2x")) >= 4]
     put(root / "README.md", "table", f"\n{short(judged[0])}\n")
-    ranked = (made for made in map(retrieval_page.summary, embedders) if made["methods"])
+    ranked = (row for row in map(retrieval_page.summary, embedders) if row["methods"])
     every = [*map(summary, judged), *ranked]
     data = json.dumps(every, indent=1) + "\n"
     (root / "rope_ext/advice/evidence.json").write_text(data, encoding="utf-8")

@@ -13,6 +13,7 @@ import random
 import tarfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,18 +45,18 @@ class Secret(NamedTuple):
     kind: str
 
 
-KEY = Secret(NEEDLE.strip(), ASK, LEAD, "number")
+KEY = Secret(sentence=NEEDLE.strip(), question=ASK, lead=LEAD, kind="number")
 FRUIT = Secret(
-    "My favorite fruit is the {key}. Remember it. The {key} is my favorite fruit.",
-    "\nWhat is my favorite fruit?",
-    " Your favorite fruit is the",
-    "fruit",
+    sentence="My favorite fruit is the {key}. Remember it. The {key} is my favorite fruit.",
+    question="\nWhat is my favorite fruit?",
+    lead=" Your favorite fruit is the",
+    kind="fruit",
 )
 PAIR = Secret(
-    "The {nth} pass key is {key}. Remember it. {key} is the {nth} pass key.",
-    "\nWhat are the first and the second pass key?",
-    " The first and the second pass key are",
-    "two numbers",
+    sentence="The {nth} pass key is {key}. Remember it. {key} is the {nth} pass key.",
+    question="\nWhat are the first and the second pass key?",
+    lead=" The first and the second pass key are",
+    kind="two numbers",
 )
 FRUITS = (
     *("apple", "banana", "cherry", "fig", "grape", "kiwi", "lemon", "lime"),
@@ -77,7 +78,7 @@ class Manual(NamedTuple):
         if not path.exists():
             cache.mkdir(parents=True, exist_ok=True)
             try:
-                download(self.package, self.version, self.sha256, cache)
+                download(self.package, self.version, self.sha256, folder=cache)
             except DownloadError as error:
                 raise MeasureError(f"{error}; check the network") from None
         try:
@@ -119,7 +120,7 @@ bf656c15c80190ed628ad08cdfd3aaa35beb087855e2f494910aa3774cc4fd87
 """
 _LINES = _RELEASES.split("\n")[1:-1]
 MANUALS = tuple(
-    Manual(package, version, sha256, tuple(chapters))
+    Manual(package=package, version=version, sha256=sha256, chapters=tuple(chapters))
     for line, sha256 in zip(_LINES[::2], _LINES[1::2], strict=True)
     for package, version, *chapters in [line.split()]
 )
@@ -159,7 +160,9 @@ class Questions(NamedTuple):
         cls, tokenizer: Any, lengths: Sequence[int], trials: int, texts: Sequence[str]
     ) -> Questions:
         """Return documents of the longest length from the texts of ``MANUALS``, and prompts."""
-        bos, documents, longest = beginning(tokenizer), {}, max(lengths)
+        bos = beginning(tokenizer)
+        documents = {}
+        longest = max(lengths)
         for manual, text in zip(MANUALS, texts, strict=True):
             # No manual has six characters per token.
             ids = [*bos, *encode(tokenizer, text[: 6 * longest])][:longest]
@@ -169,7 +172,7 @@ class Questions(NamedTuple):
         for length in lengths:
             for number in range(DEPTHS * trials):
                 depth, part = divmod(number, trials)
-                for case in _prompts(frame, length, texts[-1], number, depth):
+                for case in _prompts(frame, length, text=texts[-1], number=number, bin=depth):
                     prompts.setdefault((case.task, length, part), []).append(case)
         return cls(documents, prompts)
 
@@ -193,10 +196,11 @@ def _prompts(frame: Frame, length: int, text: str, number: int, bin: int) -> lis
     first = PAIR.sentence.format(nth="first", key=keys[0])
     second = PAIR.sentence.format(nth="second", key=keys[1])
     pair = {depth: first, rng.random(): second}
+    build = partial(hide, frame, length=length, seed=number)
     return [
-        hide(frame, "passkey", length, number, filler, {depth: key}, KEY, keys[0]),
-        hide(frame, "needle", length, number, manual, {depth: fruits}, FRUIT, fruit),
-        hide(frame, "pair", length, number, manual, pair, PAIR, *keys),
+        build("passkey", hay=filler, needles={depth: key}, secret=KEY, answers=keys[:1]),
+        build("needle", hay=manual, needles={depth: fruits}, secret=FRUIT, answers=[fruit]),
+        build("pair", hay=manual, needles=pair, secret=PAIR, answers=keys),
     ]
 
 
@@ -208,12 +212,13 @@ def hide(
     hay: Sequence[str],
     needles: Mapping[float, str],
     secret: Secret,
-    *answers: str,
+    answers: Sequence[str],
 ) -> Case:
     """Build the start of the hay with its ``needles`` by depth, to be answered by decoding.
 
     At most ``length`` tokens with the answer, slightly fewer.
     """
+    answers = tuple(answers)
     spelled = " and ".join(answers)
     judge = WholeAnswer(answers[0]) if len(answers) == 1 else BothAnswers(answers)
     most = length - CHAT_ANSWER
@@ -226,7 +231,7 @@ def hide(
             parts += [*hay[start:cut], " ", needles[depth]]
             start = cut
         content = "".join([*parts, *hay[start:count], secret.question])
-        prompt = key_prompt(frame, content, spelled, secret.kind, secret.lead)
+        prompt = key_prompt(frame, content, answer=spelled, kind=secret.kind, lead=secret.lead)
         if (1 - attempt / 100) * most <= len(prompt.ids) <= most:
             break
         count = int(count * 0.995 * most / len(prompt.ids))

@@ -36,7 +36,8 @@ FIRST = (
 NEEDS_TABLE = ("longrope", "longrope2")
 FACTORS = (2, 4)
 """Lengths as multiples of the trained one, and the factor of methods there; then the cost."""
-DOCUMENTS, FACTS = 25, 2
+DOCUMENTS = 25
+FACTS = 2
 LONGEST = 6
 """More characters than a token of these manuals has."""
 
@@ -87,13 +88,7 @@ class Retrievals:
         log = Log(self.output, HEADER, "make room or give --output another file")
         self.output.parent.mkdir(parents=True, exist_ok=True)
         log.open()
-        for line in read_lines(self.output):
-            if not all(name in line for name in Cell._fields):
-                continue  # of another task
-            cell = Cell(**{name: line[name] for name in Cell._fields})
-            known = line.get("model") == self.name and cell.length in self.cases
-            if known and line.get("questions") == self._asked(cell.length):
-                self.lines[cell] = line
+        self._read_lines()
         model = self.embedder.model
         dtype = str(model.dtype).removeprefix("torch.")
         common = {"model": self.name, "task": TASK, "seed": 0, "dtype": dtype}
@@ -105,7 +100,8 @@ class Retrievals:
             log.add(to_line(self.lines[cell]))
 
         for cells in self._plan():
-            first, left = cells[0], [cell for cell in cells if cell not in self.lines]
+            first = cells[0]
+            left = [cell for cell in cells if cell not in self.lines]
             if "refused" in self.lines.get(first, {}) or not left:
                 continue
             if self.methods and first.method not in self.methods:
@@ -122,6 +118,16 @@ class Retrievals:
                 keep(first, {"refused": reason})
                 print(f"{first.method}: {reason}", flush=True)
         return True
+
+    def _read_lines(self) -> None:
+        """Read what was measured before, on the same questions."""
+        for line in read_lines(self.output):
+            if not all(name in line for name in Cell._fields):
+                continue  # of another task
+            cell = Cell(**{name: line[name] for name in Cell._fields})
+            known = line.get("model") == self.name and cell.length in self.cases
+            if known and line.get("questions") == self._asked(cell.length):
+                self.lines[cell] = line
 
     def _asked(self, length: int) -> str:
         return self.cases[length][0].prompt
@@ -142,7 +148,10 @@ class Retrievals:
                 plain = name in (CUT, "unpatched")
                 if name == CUT and length <= self.trained:
                     continue  # nothing is cut
-                yield [Cell(name, 1 if plain else factor, length, n) for n in range(DOCUMENTS)]
+                yield [
+                    Cell(method=name, factor=1 if plain else factor, length=length, document=n)
+                    for n in range(DOCUMENTS)
+                ]
 
     def _measure(self, cells: Sequence[Cell], keep: Any) -> bool:
         """Measure cells of one method and length; return whether there was time for all."""

@@ -37,8 +37,9 @@ from rope_ext.command.arguments import split
 from rope_ext.command.terminal import stoppable
 from rope_ext.errors import MeasureError, Mistakes, RopeExtError, first_line, nearest
 
-TEXT, LENGTHS = "text", "tasks"
-"""The two subjects."""
+# The two subjects.
+TEXT = "text"
+LENGTHS = "tasks"
 Tell = Callable[[str], None]
 """Prints progress."""
 _SIZES = (
@@ -117,7 +118,9 @@ def subjects_of(args: argparse.Namespace) -> dict[str, Subject]:
     if TEXT in args.tasks:
         found[TEXT] = Text(args.length, args.batch, args.rows, steps=args.steps)
     if names := tuple(name for name in TASKS if name in args.tasks):
-        found[LENGTHS] = Tasks(names, args.problems, args.rows, args.problem_steps)
+        found[LENGTHS] = Tasks(
+            names=names, batch=args.problems, rows=args.rows, steps=args.problem_steps
+        )
     return found
 
 
@@ -134,7 +137,8 @@ def settings_of(args: argparse.Namespace, subjects: dict[str, Subject]) -> dict[
 
 def main(given: list[str] | None = None) -> int:
     args = arguments(given)
-    names, subjects = chosen(args.encodings), subjects_of(args)
+    names = chosen(args.encodings)
+    subjects = subjects_of(args)
     ranks = Ranks.join(args.device)
     log = Log(args.output, settings_of(args, subjects))
     if args.report:
@@ -167,7 +171,12 @@ def main(given: list[str] | None = None) -> int:
             return training.run(subjects[cell.subject], cell.name, cell.seed, found, tell)
 
         ranks.wait()  # all processes divide the same rest
-        failed = work(ranks, log, [Cell.rates(s, name) for s in subjects for name in names], choose)
+        failed = work(
+            ranks,
+            log,
+            cells=[Cell.rates(s, name) for s in subjects for name in names],
+            function=choose,
+        )
         ranks.wait()
         done = log.read()
         cells = [
@@ -177,7 +186,7 @@ def main(given: list[str] | None = None) -> int:
             for name in names
             if Cell.rates(subject, name) in done
         ]
-        failed += work(ranks, log, cells, train)
+        failed += work(ranks, log, cells, function=train)
         ranks.wait()
         if ranks.rank == 0:
             write_page(log)
@@ -191,7 +200,8 @@ def work(
     done = log.read()
     ranks.wait()  # all have read the same log
     mine = ranks.share([cell for cell in cells if cell not in done])
-    began, failed = time.monotonic(), 0
+    began = time.monotonic()
+    failed = 0
     for number, cell in enumerate(mine):
         minutes = (time.monotonic() - began) / 60
         left = f", {minutes / number * (len(mine) - number):.0f} minutes left" if number else ""

@@ -58,10 +58,10 @@ def attention(
         chunk: tokens whose products are computed at once.
     """
     query, key = _phi(query), _phi(key)
-    below = _sums(query, key, torch.ones_like(value[..., :1]), slope, chunk)
+    below = _sums(query, key, value=torch.ones_like(value[..., :1]), slope=slope, chunk=chunk)
     if angles is not None:
         query, key = (rotate(x, angles.cos(), angles.sin()) for x in (query, key))
-    return _sums(query, key, value, slope, chunk) / below
+    return _sums(query, key, value, slope=slope, chunk=chunk) / below
 
 
 def step(
@@ -117,7 +117,7 @@ def _forward(
         angles = position_ids[:, None, :, None] * theta
     if decays:
         slope = slopes(query.shape[1]).to(query)
-    return attention(query, key, value, angles, slope).transpose(1, 2), None
+    return attention(query, key, value, angles=angles, slope=slope).transpose(1, 2), None
 
 
 def _phi(x: torch.Tensor) -> torch.Tensor:

@@ -47,7 +47,8 @@ class Log:
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
-        self.folder, self.settings = folder, dict(settings)
+        self.folder = folder
+        self.settings = dict(settings)
 
     def read(self) -> dict[Cell, dict[str, Any]]:
         """Read the finished cells; a truncated last line is ignored.

@@ -23,7 +23,8 @@ from rope_ext.config.writing import quieted
 from rope_ext.errors import OptionError, nearest
 from rope_ext.methods import Method, all_encodings, build_method
 
-ROPE, QUARTER = "rope", "rope_25"
+ROPE = "rope"
+QUARTER = "rope_25"
 SHARES = {ROPE: 1.0, QUARTER: 0.25}
 """Models with RoPE, by name: the share of each head's columns that rotates."""
 ASKED = (*LINEAR, *SCRATCH)

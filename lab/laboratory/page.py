@@ -9,7 +9,7 @@ import json
 import math
 import statistics
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lab.laboratory import log
@@ -33,9 +33,12 @@ from rope_eval.plots.style import require_matplotlib
 from rope_eval.reports.page import Cell, Row, Section, Table, render
 from rope_eval.versions import versions
 
-PAGE, NUMBERS, TABLES = "laboratory.html", "laboratory.json", "laboratory.md"
+PAGE = "laboratory.html"
+NUMBERS = "laboratory.json"
+TABLES = "laboratory.md"
 PICTURE = "laboratory.png"
-_NONE, _SAME = "\u2013", "the same"
+_NONE = "\u2013"
+_SAME = "the same"
 _SHARES = (-3.0, 103.0)  # axis limits in percent
 _MOST_NAMES = 8  # in a sentence
 
@@ -61,11 +64,11 @@ def contents(
     sections.append(_published(results))
     page = render(
         "One small decoder, one position encoding at a time",
-        _lead(results),
-        _notes(results),
-        sections,
-        json.dumps({"settings": dict(settings), "versions": versions()}, indent=1),
-        [_essentials(settings)],
+        sentences=_lead(results),
+        notes=_notes(results),
+        sections=sections,
+        settings=json.dumps({"settings": dict(settings), "versions": versions()}, indent=1),
+        essentials=[_essentials(settings)],
     )
     numbers = {
         "settings": dict(settings),
@@ -101,7 +104,8 @@ def _words(value: Any) -> str:
 
 def _lead(results: Results) -> list[str]:
     """The conclusions, computed: setting, loss within and beyond, words, problems, cost."""
-    s, seeds = results.settings, len(results.seeds)
+    s = results.settings
+    seeds = len(results.seeds)
     problems = f" and {s['problem_steps']} on problems" if results.tasks else ""
     words = [
         f"{s['layers']} layers of width {s['width']}, {s['heads']} heads, {s['steps']} steps on "
@@ -129,13 +133,7 @@ def _lead(results: Results) -> list[str]:
         elif rising and len(ties) > 1:
             words.append(f"{len(ties)} tie for {told} ({value}): {', '.join(sorted(ties))}.")
         else:
-            near, few = [], []
-            for name in order[1:]:
-                found = difference(by[name], by[best])
-                if found and not found.clear:
-                    (few if found.low is None else near).append(name)
-            also = f"; no clear difference from it: {_some(near)}" if near else ""
-            also += f"; too few seeds to tell: {_some(few)}" if few and seeds >= LEAST else ""
+            also = _also(by, order, seeds)
             words.append(f"{best} has {told} ({value}){also}.")
     seconds = _means(results.measures[SECONDS])
     if ROPE in seconds and len(seconds) > 1:
@@ -145,6 +143,20 @@ def _lead(results: Results) -> list[str]:
             f"with {ROPE} ({dear})."
         )
     return words
+
+
+def _also(by: Mapping[str, BySeed], order: Sequence[str], seeds: int) -> str:
+    """Name those that are not clearly worse than the first, and those with too few seeds."""
+    near = []
+    few = []
+    for name in order[1:]:
+        found = difference(by[name], by[order[0]])
+        if found and not found.clear:
+            (few if found.low is None else near).append(name)
+    also = f"; no clear difference from it: {_some(near)}" if near else ""
+    # With few seeds of all, the notes say so once.
+    also += f"; too few seeds to tell: {_some(few)}" if few and seeds >= LEAST else ""
+    return also
 
 
 def _some(names: list[str]) -> str:
@@ -203,7 +215,8 @@ def _glance(results: Results) -> Section:
 
 
 def _loss(results: Results) -> Section:
-    lengths, s = results.lengths, results.settings
+    lengths = results.lengths
+    s = results.settings
     by = {length: results.text("loss", length) for length in lengths}
     width = lengths[0]
     places = {
@@ -213,22 +226,23 @@ def _loss(results: Results) -> Section:
     y = "loss, nats per byte"
     pictures = [
         picture_of(
-            panels(_swapped(by), "context, bytes", y, width, lengths), "loss by length, by kind"
+            panels(_swapped(by), x="context, bytes", y=y, trained=width, ticks=lengths),
+            "loss by length, by kind",
         ),
         picture_of(
-            panels(places, "position in the longest rows, bytes", y, width),
+            panels(places, x="position in the longest rows, bytes", y=y, trained=width),
             "loss by position, by kind",
         ),
     ]
     return Section(
-        "Text: loss at and beyond the trained length",
-        (
+        name="Text: loss at and beyond the trained length",
+        sentences=(
             f"Loss of the last {s['length'] // 2} bytes of the same {s['rows']} rows of held-out "
             f"text, with an increasing context before them. The second picture shows the loss of "
             f"every segment of the longest rows. Lines end where they leave the panel.",
         ),
-        [_table(by, AT, "bytes")],
-        pictures,
+        tables=[_table(by, AT, "bytes")],
+        pictures=pictures,
     )
 
 
@@ -246,19 +260,26 @@ def _retrieval(results: Results) -> Section:
             f"trained length): {', '.join(none)}. Ignore their numbers beyond it."
         )
     figure = panels(
-        _swapped(by, 100), "context, bytes", "words found, %", lengths[0], lengths, _SHARES
+        _swapped(by, 100),
+        x="context, bytes",
+        y="words found, %",
+        trained=lengths[0],
+        ticks=lengths,
+        limits=_SHARES,
     )
     return Section(
-        "Text: retrieval",
-        tuple(sentences),
-        [_table(by, FOUND, "bytes")],
-        [picture_of(figure, "words found by length, by kind")],
+        name="Text: retrieval",
+        sentences=tuple(sentences),
+        tables=[_table(by, FOUND, "bytes")],
+        pictures=[picture_of(figure, "words found by length, by kind")],
     )
 
 
 def _tasks(results: Results) -> Section:
-    tasks, items = results.tasks, results.items
-    longer, within = [n for n in items if n > MOST], [n for n in items if n <= MOST]
+    tasks = results.tasks
+    items = results.items
+    longer = [n for n in items if n > MOST]
+    within = [n for n in items if n <= MOST]
     tables = []
     for title, sizes in (
         (f"Up to {MOST} items, as trained", within),
@@ -266,7 +287,7 @@ def _tasks(results: Results) -> Section:
     ):
         by = {task: results.exact(task, sizes) for task in tasks}
         by |= {"all": results.all_tasks(sizes)} if len(tasks) > 1 else {}
-        tables.append(_table(by, LONGER, "", title))
+        tables.append(_table(by, measure=LONGER, unit="", title=title))
     sentences = [
         f"One model for all tasks, trained on up to {MOST} items. A problem is solved if every "
         f"token of its answer is the most likely one. The picture shows the mean over tasks, the "
@@ -281,12 +302,12 @@ def _tasks(results: Results) -> Section:
                 f"size; ignore the numbers of all others beyond it."
             )
     by_items = {n: results.all_tasks([n]) for n in items}
-    figure = panels(_swapped(by_items, 100), "items", "solved, %", MOST, limits=_SHARES)
+    figure = panels(_swapped(by_items, 100), x="items", y="solved, %", trained=MOST, limits=_SHARES)
     return Section(
-        "Length generalization",
-        tuple(sentences),
-        tables,
-        [picture_of(figure, "problems solved by items, by kind")],
+        name="Length generalization",
+        sentences=tuple(sentences),
+        tables=tables,
+        pictures=[picture_of(figure, "problems solved by items, by kind")],
     )
 
 
@@ -310,9 +331,11 @@ def _rates(results: Results) -> Section:
 def _choices(title: str, choices: Mapping[str, Mapping[str, Any]]) -> Table:
     rows = []
     for name, record in choices.items():
-        chosen, tried = record["chosen"], record["tried"]
+        chosen = record["chosen"]
+        tried = record["tried"]
         losses = {_rates_of(one): one["loss"] for one in tried}
-        default, best = losses.get((1.0, 1.0, 1.0), math.inf), losses[_rates_of(chosen)]
+        default = losses.get((1.0, 1.0, 1.0), math.inf)
+        best = losses[_rates_of(chosen)]
         curve = ", ".join(
             f"{one['encoding']:g}: {one['loss']:.3f}"
             for one in sorted(tried, key=lambda one: one["encoding"])
@@ -320,7 +343,8 @@ def _choices(title: str, choices: Mapping[str, Mapping[str, Any]]) -> Table:
         )
         cells = [f"{chosen['model']:g}", f"{chosen['encoding']:g}", f"{chosen['initial']:g}"]
         if not record["own"]:
-            cells[1:], curve = [_NONE, _NONE], _NONE
+            cells[1:] = [_NONE, _NONE]
+            curve = _NONE
         cells += [f"{default:.3f}", f"{best:.3f}", str(len(tried)), curve]
         rows.append(Row((Cell(name), *map(Cell, cells))))
     header = ("", "rate of the model", "rate of the encoding", "initial tables")
@@ -357,15 +381,15 @@ def _training(results: Results) -> Section:
     ]
     tables = [Table("", ("encoding", "steps to the loss of RoPE at half-time"), tuple(rows))]
     return Section(
-        "Training: how fast",
-        (
+        name="Training: how fast",
+        sentences=(
             "Loss on all scored tokens, mean over seeds; for text, including answers. How fast an "
             "encoding learns: the steps until its training loss on text is that of RoPE of the "
             "same seed after half of the steps, interpolated between means of a twentieth of "
             "them. None: some seed never gets there.",
         ),
-        tables if rows else [],
-        pictures,
+        tables=tables if rows else [],
+        pictures=pictures,
     )
 
 
@@ -382,7 +406,9 @@ def _published(results: Results) -> Section:
             for name, mean in ours.items()
         )
         header = ("encoding", "published", f"here: {_title(results, published.measure)}")
-        tables.append(Table(published.source, header, rows, tuple(sentences)))
+        tables.append(
+            Table(title=published.source, header=header, rows=rows, sentences=tuple(sentences))
+        )
     sentences = [
         "Published results with other models and data, compared with the same encodings here. "
         "Where the two disagree, model size, data and training length differ, too."
@@ -399,7 +425,12 @@ def _table(
     names = dict.fromkeys(name for table in by.values() for name in table)
     rows = [Row((Cell(n), *(compared(measure, by[k], n) for k in by))) for n in names]
     header = ("encoding", *(f"{k} {unit}".strip() for k in by))
-    return Table(title, header, tuple(rows), ("Bold: the 95 % interval excludes zero.",))
+    return Table(
+        title=title,
+        header=header,
+        rows=tuple(rows),
+        sentences=("Bold: the 95 % interval excludes zero.",),
+    )
 
 
 def compared(measure: str, by: Mapping[str, BySeed], name: str) -> Cell:
@@ -433,7 +464,8 @@ def _signed(measure: str, found: Difference | None) -> str:
     if found is None:
         return ""
     share = _is_share(measure)
-    times, form = (100 if share else 1), "+.0f" if share or measure == SPEED else "+.3f"
+    times = 100 if share else 1
+    form = "+.0f" if share or measure == SPEED else "+.3f"
     told = [f"{times * v:{form}}" for v in (found.mean, found.low, found.high) if v is not None]
     told = ["0" if float(one) == 0 else one for one in told]
     if set(told) == {"0"}:

@@ -41,7 +41,7 @@ def difference(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Differ
         return None
     mean = statistics.fmean(pairs)
     if len(pairs) < LEAST:
-        return Difference(mean, None, None, len(pairs))
+        return Difference(mean=mean, low=None, high=None, pairs=len(pairs))
     t = float(stdtrit(len(pairs) - 1, (1 + CONFIDENCE) / 2))
     half = t * statistics.stdev(pairs) / math.sqrt(len(pairs))
-    return Difference(mean, mean - half, mean + half, len(pairs))
+    return Difference(mean=mean, low=mean - half, high=mean + half, pairs=len(pairs))

@@ -29,7 +29,9 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "by content, from scratch only": ("tapa", "grape_ap"),
 }
 _MOST = 7  # lines of a panel in addition to RoPE's
-WIDTH, _HEIGHT = 7.2, 2.7  # size of a row of two panels in inches: legible at 400 pixels
+# Size of a row of two panels in inches: legible at 400 pixels.
+WIDTH = 7.2
+_HEIGHT = 2.7
 _GAP = 0.055  # distance between labels, as a share of the panel height
 _BASELINE = {"color": "#555555", "linestyle": "--", "marker": ""}
 
@@ -86,7 +88,8 @@ def panels(
         shown = [ROPE, *names] if ROPE in lines else names
         for index, name in enumerate(shown, -1 if ROPE in lines else 0):
             style = _BASELINE if name == ROPE else style_of(index) | {"linestyle": "-"}
-            places, values = list(lines[name]), list(lines[name].values())
+            places = list(lines[name])
+            values = list(lines[name].values())
             axes.plot(places, values, linewidth=1.4, markersize=3, label=name, **style)
         if trained is not None:
             mark_trained(axes, [trained], max(max(lines[n], default=0) for n in shown))
@@ -114,7 +117,8 @@ def _limits(lines: Lines) -> tuple[float, float]:
 
 def _label(axes: Any, low: float, high: float) -> None:
     """Write names at the ends of lines, moved apart where they overlap."""
-    gap, ends = _GAP * (high - low), []
+    gap = _GAP * (high - low)
+    ends = []
     for line in axes.get_lines():
         if line.get_label().startswith("_"):
             continue

@@ -46,17 +46,17 @@ PUBLISHED = (
         {"rope": 256, "kerple_log": 9.08, "dape": 3.70},
     ),
     Published(
-        "ALiBi, arXiv 2108.12409: tokens beyond the trained length without loss",
-        "loss at the longest",
-        {"sinusoidal": 35, "rope": 150, "t5": 700, "alibi": 1e6},
-        {"sinusoidal": "20 to 50", "rope": "100 to 200", "t5": "600 to 800", "alibi": "all"},
+        source="ALiBi, arXiv 2108.12409: tokens beyond the trained length without loss",
+        measure="loss at the longest",
+        values={"sinusoidal": 35, "rope": 150, "t5": 700, "alibi": 1e6},
+        told={"sinusoidal": "20 to 50", "rope": "100 to 200", "t5": "600 to 800", "alibi": "all"},
         rising=True,
     ),
     Published(
-        "ALiBi, arXiv 2108.12409: words per second in training",
-        "seconds per step",
-        {"sinusoidal": 26.0e3, "alibi": 25.8e3, "rope": 17.7e3, "t5": 13.0e3},
-        {"sinusoidal": "26.0k", "alibi": "25.8k", "rope": "17.7k", "t5": "13.0k"},
+        source="ALiBi, arXiv 2108.12409: words per second in training",
+        measure="seconds per step",
+        values={"sinusoidal": 26.0e3, "alibi": 25.8e3, "rope": 17.7e3, "t5": 13.0e3},
+        told={"sinusoidal": "26.0k", "alibi": "25.8k", "rope": "17.7k", "t5": "13.0k"},
         rising=True,
     ),
     Published(
@@ -241,7 +241,9 @@ def hold(
     own = 1 if published.measure == LONGER else -1
     ranked = [(direction * published.values[name], own * ours[name]) for name in names]
     tau = kendalltau(*zip(*ranked, strict=True)).statistic
-    same, other, open_ = 0, [], []
+    same = 0
+    other = []
+    open_ = []
     for one, two in combinations(names, 2):
         theirs = direction * (published.values[one] - published.values[two])
         if theirs == 0:

@@ -12,7 +12,9 @@ from dataclasses import dataclass, replace
 
 SEED = 1000
 """Seed of models for choosing rates; reported models have seeds from 0."""
-ENCODING, INITIAL, MODEL = (1.0, 5.0, 25.0, 125.0), (1.0, 5.0, 25.0), (0.5, 1.0, 2.0)
+ENCODING = (1.0, 5.0, 25.0, 125.0)
+INITIAL = (1.0, 5.0, 25.0)
+MODEL = (0.5, 1.0, 2.0)
 NORMAL = ("deberta", "repo", "shaw", "transformer_xl")
 """Encodings with tables from a normal distribution, whose initial size is chosen, too."""
 _BEYOND = 2  # values to try beyond the end of a list while the end is best
@@ -69,7 +71,7 @@ def choose(loss: Callable[[Rates], float], own: bool, normal: bool = False) -> C
     best = Rates()
     lists = {"encoding": ENCODING * own, "initial": INITIAL * normal, "model": MODEL}
     for which, values in lists.items():
-        best = _lowest(values, best, which, measure)
+        best = _lowest(values, start=best, which=which, measure=measure)
     return Choice(best, tuple(tried.items()))
 
 

@@ -14,11 +14,15 @@ from lab.laboratory.log import Cell
 from lab.laboratory.model import ROPE
 from lab.laboratory.tasks import MOST
 
-AT, FAR = "loss at the trained length", "loss at the longest"
-TWICE, FOUR_TIMES = "loss at twice the trained length", "loss at 4 times the trained length"
+AT = "loss at the trained length"
+FAR = "loss at the longest"
+TWICE = "loss at twice the trained length"
+FOUR_TIMES = "loss at 4 times the trained length"
 FOUND = "words found at the longest"
-LONGER, WITHIN = "problems longer than trained", "problems as long as trained"
-SECONDS, PEAK = "seconds per step", "peak memory of a step"
+LONGER = "problems longer than trained"
+WITHIN = "problems as long as trained"
+SECONDS = "seconds per step"
+PEAK = "peak memory of a step"
 SPEED = "steps to learn"
 
 BySeed = dict[int, float]
@@ -103,7 +107,8 @@ class Results:
 
     def exact(self, task: str, sizes: Iterable[int]) -> dict[str, BySeed]:
         """Fraction of problems solved, averaged over common sizes, by name and seed."""
-        wanted, found = [str(size) for size in sizes], {}
+        wanted = [str(size) for size in sizes]
+        found = {}
         for label, seed, read in self._read("tasks"):
             if wanted and all(size in read["exact"][task] for size in wanted):
                 shares = [read["exact"][task][size] for size in wanted]
@@ -170,8 +175,10 @@ class Results:
         """All results with a single number, by the names that published rankings use."""
         found: dict[str, dict[str, BySeed]] = {}
         if self.lengths:
-            trained, longest = self.lengths[0], self.lengths[-1]
-            found[AT], found[FAR] = self.text("loss", trained), self.text("loss", longest)
+            trained = self.lengths[0]
+            longest = self.lengths[-1]
+            found[AT] = self.text("loss", trained)
+            found[FAR] = self.text("loss", longest)
             for measure, times in ((TWICE, 2), (FOUR_TIMES, 4)):
                 found[measure] = self.text("loss", times * trained)
             found[FOUND] = self.text("retrieval", longest)

@@ -18,8 +18,10 @@ from lab.laboratory.model import Reading, read_with
 MOST = 20
 READ = (5, 10, 15, 20, 22, 24, 28, 32, 36, 40)
 """Numbers of items to evaluate."""
-BEGIN, GIVEN, END = 256, 257, 258
-"""Tokens in addition to bytes: before a problem, before its answer, and after the answer."""
+# Tokens in addition to bytes.
+BEGIN = 256  # before a problem
+GIVEN = 257  # before its answer
+END = 258  # after its answer
 _HELD_OUT = 7919
 _CHOOSING = 512  # problems to choose rates on
 _TOGETHER = 4
@@ -46,7 +48,8 @@ def _parity(rng: np.random.Generator, items: int) -> tuple[list[int], list[int]]
 
 def _addition(rng: np.random.Generator, items: int) -> tuple[list[int], list[int]]:
     one, other = (rng.integers(0, 10, items).tolist() for _ in range(2))
-    digits, carry = [], 0
+    digits = []
+    carry = 0
     for a, b in zip(one, other, strict=True):
         carry, digit = divmod(a + b + carry, 10)
         digits.append(digit)

@@ -18,9 +18,12 @@ import torch
 from lab.laboratory.model import Reading, read_with
 from rope_eval.data.text import python_library
 
-END, GIVEN, ASKED = 256, 257, 258
-"""Tokens in addition to bytes: between documents, before the word, and before the question."""
-PLACES, LETTERS = 3, 26  # of the word: bytes from 128 on; text uses only lower ones
+# Tokens in addition to bytes.
+END = 256  # between documents
+GIVEN = 257  # before the word
+ASKED = 258  # before the question
+PLACES = 3  # letters of a word
+LETTERS = 26  # bytes from 128 on; text uses only lower ones
 _ANSWER = 4.0  # loss weight of a token of an answer; text has 1
 _HELD_OUT = 7919  # seed of the evaluated rows, for all models
 _CHOOSING = 128  # rows for choosing rates
@@ -96,18 +99,26 @@ class Text:
             every segment of the trained length in the longest rows, from the first to the last.
             Errors of methods are in ``refused``, by length.
         """
-        longest, scored = self.length * TIMES[-1], self.length // 2
+        longest = self.length * TIMES[-1]
+        scored = self.length // 2
         rng = np.random.default_rng(_HELD_OUT)
         rows = np.stack([_excerpt(rng, self.held_out, longest) for _ in range(self.rows)])
         found: dict = {"loss": {}, "retrieval": {}, "positions": [], "refused": {}}
         for times in TIMES:
             length = self.length * times
             rngs = [np.random.default_rng((_HELD_OUT, times, row)) for row in range(self.rows)]
-            asked = np.stack([retrieval(rng, self.held_out, length, 1)[0] for rng in rngs])
+            asked = np.stack(
+                [
+                    retrieval(rng, stream=self.held_out, length=length, questions=1)[0]
+                    for rng in rngs
+                ]
+            )
             try:
                 with read_with(model, make, times):
-                    losses, _ = _forward(model, rows[:, -length:], self.length, device)
-                    _, right = _forward(model, asked, self.length, device)
+                    losses, _ = _forward(
+                        model, rows=rows[:, -length:], trained=self.length, device=device
+                    )
+                    _, right = _forward(model, rows=asked, trained=self.length, device=device)
             except (ValueError, IndexError) as error:
                 found["refused"][length] = str(error).splitlines()[0]
                 continue
@@ -136,7 +147,9 @@ def retrieval(
     text = _excerpt(rng, stream, length - (count + 1) * (1 + PLACES))
     given = int(rng.integers(0, len(text) + 1))
     later = np.sort(rng.integers(given, len(text) + 1, count - 1)).tolist()
-    ids, weights, before = [], [], 0
+    ids = []
+    weights = []
+    before = 0
     for number, place in enumerate([given, *later, len(text)]):
         ids += [text[before:place], [ASKED if number else GIVEN], word]
         weights += [np.ones(place - before), np.zeros(1), np.full(PLACES, _ANSWER * (number > 0))]
@@ -159,11 +172,13 @@ def _forward(
     model: torch.nn.Module, rows: np.ndarray, trained: int, device: torch.device
 ) -> tuple[np.ndarray, np.ndarray]:
     """Loss of every token but the first of each row, and whether the token is the most likely."""
-    losses, right = [], []
+    losses = []
+    right = []
     some = max(1, 16 * trained // rows.shape[1])  # as many tokens at a time as in training
     for part in torch.from_numpy(rows).split(some):
         ids = part.to(device)
-        logits, targets = model(input_ids=ids).logits[:, :-1].float(), ids[:, 1:]
+        logits = model(input_ids=ids).logits[:, :-1].float()
+        targets = ids[:, 1:]
         loss = torch.nn.functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
         losses.append(loss.cpu())
         right.append((logits.argmax(-1) == targets).cpu())

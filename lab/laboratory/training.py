@@ -54,9 +54,10 @@ class Training:
         self, subject: Subject, name: str, seed: int, rates: Rates, tell: Callable[[str], None]
     ) -> dict[str, Any]:
         """Train and evaluate one model; arguments and errors are those of :meth:`train`."""
-        model, record = self.train(subject, name, seed, rates, tell)
+        model, record = self.train(subject, name, seed, rates=rates, tell=tell)
         clock = _clock(self.device)
-        began, found = clock(), {}
+        began = clock()
+        found = {}
         for label, make in readings(name).items():
             tell(f"reading {label}")
             found[label] = subject.read(model, make, self.device)
@@ -72,7 +73,7 @@ class Training:
         """
 
         def loss(rates: Rates) -> float:
-            model, _ = self.train(subject, name, SEED, rates, lambda text: None)
+            model, _ = self.train(subject, name, seed=SEED, rates=rates, tell=lambda text: None)
             with torch.no_grad():
                 found = weighted_loss(model(input_ids=ids).logits, ids, weights).item()
             tell(f"{rates}, loss {found:.3f}")
@@ -100,15 +101,22 @@ class Training:
             RopeExtError: the model does not support the encoding.
             FloatingPointError: the loss is NaN or infinite.
         """
-        model, steps = self.size.build(name, seed, subject.trained).to(self.device), subject.steps
+        model = self.size.build(name, seed, subject.trained).to(self.device)
+        steps = subject.steps
         own = _own(model)
         with torch.no_grad():
             for p in own:
                 p.mul_(rates.initial)
-        optimizer = MuonAdamW(model, self.learning_rate, rates.model, rates.encoding)
+        optimizer = MuonAdamW(
+            model=model, lr=self.learning_rate, model_rate=rates.model, encoding_rate=rates.encoding
+        )
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step, steps))
         clock = _clock(self.device)
-        curve, recent, seconds, tokens, peak = [], [], [], 0, None
+        curve = []
+        recent = []
+        seconds = []
+        tokens = 0
+        peak = None
         for step in range(steps):
             ids, weights = (rows.to(self.device) for rows in subject.rows_of(seed, step))
             started = clock()

@@ -41,8 +41,11 @@ class Rows(torch.utils.data.Dataset):
     def __init__(
         self, tokenizer: PreTrainedTokenizerFast, texts: Sequence[str], rows: int, seed: int
     ) -> None:
-        self.tokenizer, self.rows, self.seed = tokenizer, rows, seed
-        self.head, self.eos = list(beginning(tokenizer)), tokenizer.eos_token_id
+        self.tokenizer = tokenizer
+        self.rows = rows
+        self.seed = seed
+        self.head = list(beginning(tokenizer))
+        self.eos = tokenizer.eos_token_id
         self.stream = [token for text in texts for token in [*self.encode(text), self.eos]]
 
     def encode(self, text: str) -> list[int]:

@@ -55,13 +55,16 @@ class CodeRows(Rows):
     def __init__(
         self, tokenizer: PreTrainedTokenizerFast, texts: Sequence[str], rows: int, seed: int
     ) -> None:
-        super().__init__(tokenizer, texts, rows, seed)
+        super().__init__(tokenizer, texts, rows, seed=seed)
         words = common(r"\b[a-z][a-z_]{2,9}\b", texts, 1500)
         self.names = [self.encode(f" {word}") for word in words]
         self.digits = [self.encode(str(digit))[0] for digit in range(10)]
-        self.equals, self.newline = self.encode(" ="), self.encode("\n")
-        self.get, self.arrow = self.encode("get"), self.encode(" ->")
-        self.intro, self.question = self.encode(INTRO), self.encode(QUESTION)
+        self.equals = self.encode(" =")
+        self.newline = self.encode("\n")
+        self.get = self.encode("get")
+        self.arrow = self.encode(" ->")
+        self.intro = self.encode(INTRO)
+        self.question = self.encode(QUESTION)
         self.space = self.encode(" ")
         self.prompts = PasskeyPrompts(tokenizer)
 
@@ -101,8 +104,11 @@ class CodeRows(Rows):
         digits = rng.randint(4, 8)
         if rng.random() < 0.6:
             length = rng.randint(self.prompts.minimum_length(8) + 40, LENGTH)
-            case = self.prompts.forward_case(length, rng.random(), rng.randrange(2**40), digits)
-            ids, key = list(case.ids), [self.digits[int(digit)] for digit in case.key]
+            case = self.prompts.forward_case(
+                length, depth=rng.random(), seed=rng.randrange(2**40), digits=digits
+            )
+            ids = list(case.ids)
+            key = [self.digits[int(digit)] for digit in case.key]
         else:
             key = rng.choices(self.digits, k=digits)
             text = NEEDLE.format(key="".join(str(self.digits.index(token)) for token in key))
@@ -137,4 +143,6 @@ def fresh_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     )
 
 
-CHECKPOINT = Checkpoint(python_library, train_tokenizer, CodeRows, fresh_model, steps=1950)
+CHECKPOINT = Checkpoint(
+    texts=python_library, tokenizer=train_tokenizer, rows=CodeRows, model=fresh_model, steps=1950
+)

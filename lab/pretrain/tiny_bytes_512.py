@@ -102,7 +102,7 @@ class ProseRows(Rows):
     def __init__(
         self, tokenizer: PreTrainedTokenizerFast, texts: Sequence[str], rows: int, seed: int
     ) -> None:
-        super().__init__(tokenizer, texts, rows, seed)
+        super().__init__(tokenizer, texts, rows, seed=seed)
         words = common(r"\b[a-z]{3,9}\b", texts, 3000)
         self.stop = self.encode(".")[0]
         self.words = [word for word in words if word != "pass"]  # nor the evaluators' "pass key"
@@ -141,7 +141,8 @@ class ProseRows(Rows):
     def table(self, rng: random.Random) -> Row:
         """Lines of names and values, sometimes text, then questions; answers have a loss."""
         line, question = rng.choice(TABLES)
-        most, facts = rng.randint(2, 14), {}
+        most = rng.randint(2, 14)
+        facts = {}
         ids: list[int] = []
         for name in self.names(rng, most):
             facts[name] = self.value(rng)
@@ -152,7 +153,7 @@ class ProseRows(Rows):
             ids += [*self.excerpt(rng, rng.randrange(LENGTH // 4)), *self.encode("\n")]
         weights = [0.0] * len(ids)
         while len(ids) < LENGTH:
-            self.ask(question, rng.choice(list(facts.items())), ids, weights)
+            self.ask(question, fact=rng.choice(list(facts.items())), ids=ids, weights=weights)
         return ids, weights
 
     def facts(self, rng: random.Random) -> Row:
@@ -167,9 +168,12 @@ class ProseRows(Rows):
             self.encode(self.either(rng, STATEMENTS, self.statement).format(name=name, value=value))
             for name, value in facts.items()
         ]
-        asked, weights = [], []
+        asked = []
+        weights = []
         for fact in rng.sample(list(facts.items()), len(facts)):
-            self.ask(self.either(rng, QUESTIONS, self.question), fact, asked, weights)
+            self.ask(
+                self.either(rng, QUESTIONS, self.question), fact=fact, ids=asked, weights=weights
+            )
         end = LENGTH if rng.random() < 0.5 else rng.randint(LENGTH // 2, LENGTH)
         room = max(0, end - len(heading) - sum(map(len, stated)) - len(asked))
         hay = self.excerpt(rng, room) if rng.random() < 0.5 else self.sentences(rng, room)
@@ -198,7 +202,8 @@ class ProseRows(Rows):
     def question(self, rng: random.Random) -> str:
         """Random words with a name, sometimes twice, then the value."""
         twice = f"{self.some(rng, 3)}{{name}}? " if rng.random() < 0.5 else ""
-        lead, between = self.some(rng, 3), self.some(rng, 2)
+        lead = self.some(rng, 3)
+        between = self.some(rng, 2)
         return f"\n{twice}{lead}{{name}} {between}{{value}}" + rng.choice(".\n")
 
     def some(self, rng: random.Random, most: int) -> str:
@@ -207,12 +212,12 @@ class ProseRows(Rows):
 
     def sentences(self, rng: random.Random, tokens: int) -> list[int]:
         """Two to six made-up sentences repeated in turn, cut to ``tokens``."""
-        made = [
+        sentences = [
             self.encode(rng.choice(SENTENCES).format(*rng.sample(self.words, 2)))
             for _ in range(rng.randint(2, 6))
         ]
         ids: list[int] = []
-        for sentence in cycle(made):
+        for sentence in cycle(sentences):
             if len(ids) >= tokens:
                 return ids[:tokens]
             ids += sentence
@@ -224,7 +229,8 @@ class ProseRows(Rows):
         """Append a question with its answer; the answer and its end have a loss."""
         name, value = fact
         before, _, after = question.partition("{value}")
-        given, close = self.encode(before.format(name=name)), self.encode(after)
+        given = self.encode(before.format(name=name))
+        close = self.encode(after)
         answer = self.encode(value)
         ids += [*given, *answer, *close]
         weights += [0.0] * len(given) + [4.0] * len(answer) + [1.0] + [0.0] * (len(close) - 1)
@@ -267,18 +273,22 @@ def put_induction(model: Qwen3ForCausalLM) -> None:
     there to the output. All of these weights are trained like any others.
     """
     config = model.config
-    width, size, half = config.hidden_size, config.head_dim, config.head_dim // 2
+    width = config.hidden_size
+    size = config.head_dim
+    half = config.head_dim // 2
     per_group = config.num_attention_heads // config.num_key_value_heads
     theta = config.rope_parameters["rope_theta"] ** (-torch.arange(half) / half)
     fast = torch.arange(4)
     slow = torch.nonzero(theta * LENGTH < math.pi).flatten()
     slow = torch.cat((slow, slow + half))
     first, second = (layer.self_attn for layer in model.model.layers[:2])
-    tokens, turned = model.model.embed_tokens.weight, _orthogonal(width, width)
+    tokens = model.model.embed_tokens.weight
+    turned = _orthogonal(width, width)
     model.lm_head.weight.copy_(0.05 * tokens @ turned)
     for group in range(config.num_key_value_heads):
         query, key = group * per_group * size, group * size
-        queries, keys = slice(query, query + size), slice(key, key + size)
+        queries = slice(query, query + size)
+        keys = slice(key, key + size)
         sketch, copied, back = (_orthogonal(width, size) for _ in range(3))
         first.q_proj.weight[queries] *= 0.3
         first.k_proj.weight[keys] *= 0.3
@@ -300,5 +310,10 @@ def _orthogonal(rows: int, columns: int) -> torch.Tensor:
 
 
 CHECKPOINT = Checkpoint(
-    django_docs, byte_tokenizer, ProseRows, fresh_model, steps=1800, ships_held_out=True
+    texts=django_docs,
+    tokenizer=byte_tokenizer,
+    rows=ProseRows,
+    model=fresh_model,
+    steps=1800,
+    ships_held_out=True,
 )

@@ -42,7 +42,9 @@ class MuonAdamW(torch.optim.Optimizer):
     def __init__(
         self, model: torch.nn.Module, lr: float, model_rate: float = 1.0, encoding_rate: float = 1.0
     ) -> None:
-        matrix, others, encoding = [], [], []
+        matrix = []
+        others = []
+        encoding = []
         for name, p in model.named_parameters():
             if "rope_ext_" in name:
                 encoding.append(p)
@@ -150,17 +152,18 @@ def main() -> None:
     mistakes = Mistakes()
     mistakes.add_all(out_of_range(vars(args), _RULES, separator="-").values())
     mistakes.report()
-    made = CHECKPOINTS[args.name]
+    recipe = CHECKPOINTS[args.name]
     output = args.output or Path("checkpoints") / args.name
     work = args.work or Path("runs/pretrain") / args.name
-    steps, batch_size = args.steps or made.steps, args.batch_size or made.batch_size
+    steps = args.steps or recipe.steps
+    batch_size = args.batch_size or recipe.batch_size
 
     torch.manual_seed(args.seed)
-    texts = made.texts("train")
-    tokenizer = made.tokenizer(texts)
-    data = made.rows(tokenizer, texts, steps * batch_size, args.seed)
+    texts = recipe.texts("train")
+    tokenizer = recipe.tokenizer(texts)
+    data = recipe.rows(tokenizer, texts, steps * batch_size, args.seed)
     print(f"{len(texts)} files, {len(data.stream):,} tokens of text", file=sys.stderr)
-    model = made.model(tokenizer)
+    model = recipe.model(tokenizer)
     optimizer = MuonAdamW(model, args.learning_rate)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step, steps))
     trainer = WeightedTrainer(
@@ -187,8 +190,8 @@ def main() -> None:
     model.config.pad_token_id = model.generation_config.pad_token_id = tokenizer.pad_token_id
     model.to(torch.bfloat16).save_pretrained(output)
     tokenizer.save_pretrained(output)
-    if made.ships_held_out:
-        (output / "held_out.jsonl").write_text(as_jsonl(made.texts("held_out")), encoding="utf-8")
+    if recipe.ships_held_out:
+        (output / "held_out.jsonl").write_text(as_jsonl(recipe.texts("held_out")), encoding="utf-8")
 
 
 if __name__ == "__main__":

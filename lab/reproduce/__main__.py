@@ -27,7 +27,8 @@ from rope_ext.errors import OptionError, nearest
 from rope_ext.quoting import shell_join
 
 TABLES = Path(__file__).parent / "tables"
-STAND_IN, STAND_IN_LENGTH = "checkpoints/tiny-512", 512
+STAND_IN = "checkpoints/tiny-512"
+STAND_IN_LENGTH = 512
 STAND_IN_TEXT = "checkpoints/tiny-bytes-512/held_out.jsonl"
 _FLOPS = 2e14  # rule of thumb for a GPU with 400 to 1000 TFLOP/s in bfloat16
 
@@ -206,7 +207,8 @@ def reproduce(table: Table, output: Path, dry: bool) -> bool:
     if table.prepare:
         print(f"before: {table.prepare}")
     print("estimate: " + _hours(table))
-    lines, agreed = [], True
+    lines = []
+    agreed = True
     for run in runs(table, output, dry):
         print(f"$ {shell_join(['rope-ext', 'eval', *run.words])}", flush=True)
         app(["eval", *run.words], standalone_mode=False)
@@ -215,7 +217,9 @@ def reproduce(table: Table, output: Path, dry: bool) -> bool:
             value = found.get(length, math.nan)
             good = agrees(table, cell, value)
             agreed &= good
-            verdict = "stand-in" if dry else "agrees" if good else "DIFFERS"
+            verdict = "agrees" if good else "DIFFERS"
+            if dry:
+                verdict = "stand-in"
             method = (
                 f"{cell.method} x{cell.factor:g}" if cell.method != "unpatched" else cell.method
             )

@@ -74,7 +74,9 @@ class SiteDescription:
             for i in sorted(_spread(pairs)):
                 before = self.inv_freq_before[i]
                 after = self.inv_freq_after[i]
-                ratio = before / after if after else (1.0 if before == after else math.inf)
+                ratio = 1.0 if before == after else math.inf  # of a pair that does not rotate
+                if after:
+                    ratio = before / after
                 old, new = (_text(_wavelength(f)) for f in (before, after))
                 lines.append(f"    {i:>4} {old:>20} {new:>17} {ratio:>20.4g}")
         return "\n".join(lines)
@@ -163,9 +165,15 @@ def describe(model: nn.Module | PreTrainedConfig | str | Path) -> Description:
     sites = find_sites(decoder) if patch is None else patch.sites
     shown = tuple(_site(site, patch) for site in sites)
     if patch is not None:
-        method = patch.method
-        lengths = (patch.length, patch.target_length)
-        return Description(name, method.name, method.options(), *lengths, shown, patch.notes)
+        return Description(
+            model=name,
+            method=patch.method.name,
+            options=patch.method.options(),
+            length=patch.length,
+            target_length=patch.target_length,
+            sites=shown,
+            notes=patch.notes,
+        )
     notes = tuple(_unpatched_notes(decoder, sites))
     target = sites[0].rope.length
     changed = any(site.changed for site in sites)
@@ -205,6 +213,7 @@ def call_text(method: Method) -> str:
 
 
 def _site(site: RotarySite, patch: Patch | None) -> SiteDescription:
+    """Describe one set of frequencies, under ``patch`` if it is in force there."""
     after = site.rope.inv_freq
     scaling = site.scaling
     status = "unchanged"
@@ -232,6 +241,7 @@ def _site(site: RotarySite, patch: Patch | None) -> SiteDescription:
 
 
 def _unpatched_notes(decoder: nn.Module, sites: list[RotarySite]) -> Iterator[str]:
+    """Yield what of a configuration or record is not in force, or may surprise."""
     yield from gguf_source.scaling_notes(decoder.config)
     yield from configuration_notes(sites)
     yield from unread(text_config(decoder))
@@ -351,7 +361,9 @@ def diagnose(model: nn.Module | PreTrainedConfig | str | Path, length: int) -> D
     described = describe(model)
     method = None if patch is None else call_text(patch.method)
     sites = find_sites(decoder) if patch is None else patch.sites
-    shown = tuple(_diagnosed(text_config(decoder), site, patch, length) for site in sites)
+    shown = tuple(
+        _diagnosed(text_config(decoder), site=site, patch=patch, length=length) for site in sites
+    )
     return Diagnosis(
         model=described.model,
         method=method,
@@ -363,6 +375,7 @@ def diagnose(model: nn.Module | PreTrainedConfig | str | Path, length: int) -> D
 
 
 def _diagnosed(config: Any, site: RotarySite, patch: Patch | None, length: int) -> SiteDiagnosis:
+    """Diagnose one set of frequencies at a ``length`` in tokens."""
     rope = site.rope
     frequencies = rope.inv_freq
     active = patch if patch is not None and site in patch.scaled else None
@@ -375,23 +388,37 @@ def _diagnosed(config: Any, site: RotarySite, patch: Patch | None, length: int) 
         after = active.method.span(rope, length)
     if active is not None:
         frequencies, _ = active.frequencies_of(site, length)
-    columns = (
-        map(_wavelength, rope.inv_freq.tolist()),
-        map(_wavelength, frequencies.tolist()),
+    by_pair = zip(
+        rope.inv_freq.tolist(),
+        frequencies.tolist(),
         rope.rotations.tolist(),
         (rope.length * rope.inv_freq).tolist(),
         (before * rope.inv_freq).tolist(),
         (after * frequencies).tolist(),
+        strict=True,
     )
-    name = site.name or "rotary"
-    layers = site.layer_type or "all layers"
-    critical = 2 * int((rope.rotations >= 1).sum())
     pairs = tuple(
-        PairDiagnosis(*numbers, *(_status(numbers[2], numbers[3], angle) for angle in numbers[4:]))
-        for numbers in zip(*columns, strict=True)
+        PairDiagnosis(
+            wavelength_before=_wavelength(trained),
+            wavelength_after=_wavelength(patched),
+            rotations=rotations,
+            trained_angle=trained_angle,
+            angle_before=angle_before,
+            angle_after=angle_after,
+            before=_status(rotations, trained_angle, angle_before),
+            after=_status(rotations, trained_angle, angle_after),
+        )
+        for trained, patched, rotations, trained_angle, angle_before, angle_after in by_pair
     )
-    distances = float(before), float(after.max())
-    return SiteDiagnosis(name, layers, rope.base, critical, *distances, pairs)
+    return SiteDiagnosis(
+        name=site.name or "rotary",
+        layer_type=site.layer_type or "all layers",
+        base=rope.base,
+        critical_dimension=2 * int((rope.rotations >= 1).sum()),
+        distances_before=float(before),
+        distances_after=float(after.max()),
+        pairs=pairs,
+    )
 
 
 def _status(rotations: float, trained: float, angle: float) -> str:

@@ -79,6 +79,7 @@ def sentence(
 
 
 def _at(numbers: Mapping[str, Any], unpatched: Mapping[str, Any], factor: str) -> list[str]:
+    """Say what was measured beyond the trained length: perplexity, passkeys and questions."""
     said = []
     where = f"at {_TIMES[factor]} its length"
     if "perplexity" in numbers:

@@ -110,7 +110,7 @@ def memory(
     live = Live()
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-            cache = _prefilled(model, live, (batch, length), last)
+            cache = _prefilled(model, live, shape=(batch, length), last=last)
     except (RopeExtError, MemoryError):
         raise
     except Exception as error:  # of the model's own code, with sizes that do not fit together

@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
@@ -153,38 +153,30 @@ def recommend(
     require_length("target_length", target_length)
     model, notes = _without_patch(model_or_config, target_length)
     found = calibration_for(model_or_config, calibration)
-    case = _case(model, target_length, finetune, engine)
+    case = _case(model, target=target_length, finetune=finetune, engine=engine)
     decoder = text_decoder(model)
     if rotates_windows_only(decoder, find_sites(decoder)):
         raise UnsupportedModelError(f"{type(decoder).__name__}: {WINDOWS_ONLY}")
     name = type(text_decoder(model)).__name__
     trained = case.rope.length
     candidates = [*_candidates(case)]
-    calibrated = False
+    calibrated = None
     if found is not None and not finetune:
-        same = (found.model, found.trained_length) == (name, trained)
-        if same and found.target_length >= target_length:
-            calibrated = True
-            reason = f"calibrated on a text: {found.sentence}"
-            candidates.insert(int(case.recipe is not None), (found.method, reason))
-        elif calibration is not None:
-            raise OptionError(
-                f"leave calibration out: it is of {found.model}, {found.trained_length} -> "
-                f"{found.target_length} tokens, not of {name}, {trained} -> {target_length}"
-            )
-    if not calibrated:
+        calibrated = _calibrated(case, name, found, asked=calibration is not None)
+    if calibrated is None:
         _require_carried(case, name)
+    else:  # after a vendor's recipe, which comes first
+        candidates.insert(int(case.recipe is not None), calibrated)
+    # All are tried on the model itself, so that a recommendation cannot be refused later.
     trials = [_tried(case, method, why) for method, why in candidates]
-    accepted = [t for t in trials if t.refusal is None or _unproven(case, t)]
+    accepted = [trial for trial in trials if _is_accepted(case, trial)]
     if not accepted:
         raise not_none(trials[0].refusal)
     first, *others = accepted
-    others += [t for t in _others(case, candidates) if t.refusal is None or _unproven(case, t)]
-    notes = (*case.notes, *notes)
-    serve = None if engine else next((t for t in accepted if t.engines), None)
+    others += [trial for trial in _others(case, candidates) if _is_accepted(case, trial)]
     before = trials[: trials.index(first)]
     refused = [f"{t.method.name} is left out: {t.refusal}" for t in before if t.refusal]
-    return Recommendation(
+    recommended = Recommendation(
         model=name,
         method=first.method,
         factor=case.factor,
@@ -199,16 +191,41 @@ def recommend(
             *_warnings(case, first),
             *_next_steps(case, first, found),
             *refused,
+            *case.notes,
             *notes,
             *_own_scaling(case, first),
         ),
         alternatives=tuple((t.method, t.why.replace("\n", " ")) for t in others),
-        serve=None if serve is None else serve.method,
-        engines=() if serve is None else serve.engines,
-        serve_reasons=() if serve is None else (*serve.why.splitlines(), *_warnings(case, serve)),
         unscaled_length=case.unscaled,
         raised=case.raised,
     )
+    for trial in accepted:
+        if engine is None and trial.engines:
+            return replace(
+                recommended,
+                serve=trial.method,
+                engines=trial.engines,
+                serve_reasons=(*trial.why.splitlines(), *_warnings(case, trial)),
+            )
+    return recommended
+
+
+def _calibrated(case: _Case, name: str, found: Any, asked: bool) -> tuple[Method, str] | None:
+    """Return the method that a calibration found, with the reason; None if it does not fit.
+
+    Raises OptionError instead where the calibration was ``asked`` for, not just lies beside the
+    model.
+    """
+    trained = case.rope.length
+    same = (found.model, found.trained_length) == (name, trained)
+    if same and found.target_length >= case.target:
+        return found.method, f"calibrated on a text: {found.sentence}"
+    if asked:
+        raise OptionError(
+            f"leave calibration out: it is of {found.model}, {found.trained_length} -> "
+            f"{found.target_length} tokens, not of {name}, {trained} -> {case.target}"
+        )
+    return None
 
 
 def _without_patch(
@@ -246,6 +263,7 @@ def _without_patch(
 
 
 def _case(model: nn.Module, target: int, finetune: bool, engine: str | None) -> _Case:
+    """Read what a recommendation depends on; raises OptionError if ``target`` tokens need none."""
     decoder = text_decoder(model)
     site = first_site(model)
     configured = site.rope.length
@@ -307,11 +325,7 @@ def _candidates(case: _Case) -> Iterator[tuple[Method, str]]:
             f"{recipe.trained} tokens ({recipe.source}). {recipe.note}".rstrip(),
         )
     if elsewhere:
-        published = _VENDORS["published"]["finetuned" if case.finetune else "served"]
-        for name, reason in published.items():
-            if recipe is None or name != "yarn":
-                measured = "" if case.finetune else f"\n{_measured(case, name)}"
-                yield build_method(name, factor=factor), reason + measured
+        yield from _published(case)
         return
     names = [name for name in ranked(factor, case.measured) if recipe is None or name != "yarn"]
     methods = [build_method(name, factor=factor).resolved(case.rope) for name in names]
@@ -322,6 +336,15 @@ def _candidates(case: _Case) -> Iterator[tuple[Method, str]]:
             raised = []
         if case.scaled is None or not method.is_dynamic:  # dynamic methods cannot be composed
             yield method, why(method, factor, case.measured)
+
+
+def _published(case: _Case) -> Iterator[tuple[Method, str]]:
+    """Yield the methods with published results for fine-tuning or serving, and these results."""
+    published = _VENDORS["published"]["finetuned" if case.finetune else "served"]
+    for name, reason in published.items():
+        if case.recipe is None or name != "yarn":  # else the recipe is YaRN already
+            measured = "" if case.finetune else f"\n{_measured(case, name)}"
+            yield build_method(name, factor=case.factor), reason + measured
 
 
 def _measured(case: _Case, name: str) -> str:
@@ -367,6 +390,10 @@ def _tried(case: _Case, method: Method, why: str, serving: bool = True) -> _Tria
             return _Trial(method, why, engines_for(case.model) if serving else ())
     except RopeExtError as error:
         return _Trial(method, why, refusal=error)
+
+
+def _is_accepted(case: _Case, trial: _Trial) -> bool:
+    return trial.refusal is None or _unproven(case, trial)
 
 
 def _unproven(case: _Case, trial: _Trial) -> bool:
@@ -422,6 +449,7 @@ def _warnings(case: _Case, chosen: _Trial) -> Iterator[str]:
 
 
 def _next_steps(case: _Case, chosen: _Trial, found: Any) -> Iterator[str]:
+    """Yield commands that measure or tune the method, unless it is tuned or published so."""
     if case.embeds:
         yield (
             f"measure it, and embed queries and documents under the same patch: rope-ext eval "

@@ -4,7 +4,7 @@ import copy
 import functools
 import logging
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -107,6 +107,7 @@ def scale_softmax(
         _, number = site.factors(*methods)
         baked = [module for module in site.baked if only is None or module in only]
         if baked and number != 1:
+            # On cos and sin it would count twice: in queries and in keys.
             scale_layers(baked, number**2, changes)
             notes.append(
                 f"attention_factor: {number:.4g}, squared in the softmax scale of {len(baked)} "
@@ -118,14 +119,16 @@ def scale_softmax(
 def scale_layers(modules: list[nn.Module], number: float, changes: Changes) -> None:
     """Multiply the softmax scale of attention layers."""
     for module in modules:
-        set_attribute(module, "scaling", cast("float", module.scaling) * number, changes)
+        set_attribute(
+            module, name="scaling", value=cast("float", module.scaling) * number, changes=changes
+        )
 
 
 def target(
     place: PatchTarget, site: RotarySite, method: FrequencyMethod, options: Options
 ) -> tuple[torch.Tensor, float]:
     """Return float64 frequencies and scaling after the patch; raises if it would extend nothing."""
-    refuse_scaled(place.decoder, site, method, options.compose)
+    refuse_scaled(place.decoder, site, method, compose=options.compose)
     method.check(site.rope.length)
     inv_freq, scaling = site.under(method)
     if not method.extends(site.rope):
@@ -145,37 +148,23 @@ def apply_frequency(
     temperature = method.tempered(scaled[0].rope)
     constant = None if temperature is None else temperature.constant
     tempered = [] if constant is None else _layers_with_scale(place, options)
-    keep = options.sliding_layers == "keep" and any(site.shared for site in scaled)
-    uneven = keep or method.start_tokens or options.bias or options.layers
-    if uneven or (temperature is not None and not tempered):
-        return apply_position(place, method, options, changes)
+    if _is_uneven(place, method, options) or (temperature is not None and not tempered):
+        return apply_position(place, given=method, options=options, changes=changes)
     length = max(site.target_length(method) for site in scaled)
-    targets = {site: target(place, site, method, options) for site in scaled}
+    targets = {site: target(place, site, method, options=options) for site in scaled}
     hooks.refuse_unused(place.decoder, scaled)
     idle = rotates_windows_only(place.decoder, place.sites)  # its configuration is still unpatched
-    growing = getattr(method, "mode", None) == "growing"
-    precise = options.is_precise(length) and not (growing and options.precise == "auto")
-    if growing and precise:
-        raise OptionError(
-            f"{method.name}: mode='growing' is transformers' own code and cannot be combined with "
-            f"precise=True; use mode='fixed'"
-        )
+    growing = _is_growing(method)
+    precise = _is_precise(method, options, length)
     require_scaling(place, method)
-    saved = written(place, method, length)
-    if tempered:  # the frequencies stay the same, but no rope_type expresses it
-        saved = replace(unsaved(place, length), built=saved.built)
-    if growing and not saved.native:
-        raise UnsupportedModelError(
-            f"transformers cannot build its dynamic type for {type(place.decoder).__name__}; use "
-            f"mode='fixed'"
-        )
+    saved = _saved(place, method, length, tempered=bool(tempered))
     sequences = None
     if growing:
         _let_grow(method, scaled, changes)
     else:
         if method.is_dynamic:
             sequences = Sequences(place, method, changes)
-        _write_all(targets, saved, precise, sequences, changes)
+        _write_all(targets, saved, precise, sequences=sequences, changes=changes)
     notes = _notes(place, precise, per_sequence=sequences is not None and saved.native)
     if idle:
         notes.append(f"sliding layers: {WINDOWS_ONLY}")
@@ -194,6 +183,47 @@ def apply_frequency(
         precise=precise,
         notes=tuple(notes),
     )
+
+
+def _is_uneven(place: PatchTarget, method: FrequencyMethod, options: Options) -> bool:
+    """Whether layers or tokens differ in their frequencies, or there is a bias.
+
+    A buffer, which all layers and tokens share, cannot express this.
+    """
+    keep = options.sliding_layers == "keep" and any(site.shared for site in place.scaled)
+    return bool(keep or method.start_tokens or options.bias or options.layers)
+
+
+def _is_growing(method: FrequencyMethod) -> bool:
+    """Whether transformers' own code is to change the frequencies as a sequence grows."""
+    return getattr(method, "mode", None) == "growing"
+
+
+def _is_precise(method: FrequencyMethod, options: Options, length: int) -> bool:
+    """Whether angles are computed in float64; raises OptionError where they cannot be."""
+    growing = _is_growing(method)
+    if growing and options.precise == "auto":
+        return False
+    precise = options.is_precise(length)
+    if growing and precise:
+        raise OptionError(
+            f"{method.name}: mode='growing' is transformers' own code and cannot be combined with "
+            f"precise=True; use mode='fixed'"
+        )
+    return precise
+
+
+def _saved(place: PatchTarget, method: FrequencyMethod, length: int, tempered: bool) -> Written:
+    """Return what the configuration says of the patch, which reaches ``length`` tokens."""
+    saved = written(place, method, length)
+    if tempered:  # the frequencies stay the same, but no rope_type expresses it
+        saved = replace(unsaved(place, length), built=saved.built)
+    if _is_growing(method) and not saved.native:
+        raise UnsupportedModelError(
+            f"transformers cannot build its dynamic type for {type(place.decoder).__name__}; use "
+            f"mode='fixed'"
+        )
+    return saved
 
 
 def _layers_with_scale(place: PatchTarget, options: Options) -> list[nn.Module]:
@@ -226,6 +256,8 @@ def _write_all(
     """Write the frequencies of every site, and add hooks where a buffer is not enough."""
     for site, (inv_freq, scaling) in targets.items():
         if sequences is None:
+            # As transformers rounds them, so that a model reloaded without rope_ext is equal bit
+            # for bit.
             write_buffers(site, saved.built.get(site, inv_freq.float()), scaling)
         else:  # the hook replaces them; the buffer keeps the trained ones
             write_buffers(site, site.loaded, site.scaling)
@@ -236,6 +268,7 @@ def _write_all(
 
 
 def _notes(place: PatchTarget, precise: bool, per_sequence: bool) -> list[str]:
+    """Return sentences for ``describe`` about layers and tokens that are treated otherwise."""
     notes = []
     left = [site for site in place.sites if site not in place.scaled]
     for local, why in ((True, "see a limited window"), (False, "are not scaled by the checkpoint")):
@@ -374,7 +407,7 @@ def apply_position(
     methods = (said.method,) if under is None else (under, said.method)
     for each in methods:
         require_scaling(place, each)
-    table = {site: _write(place, site, methods, options) for site in place.scaled}
+    table = {site: _write(place, site, methods, options=options) for site in place.scaled}
     if said.method.by_pair and any(site.rope.dim != rope.dim for site in place.scaled):
         raise UnsupportedModelError(
             f"{said.method.name} needs one number of pairs in all patched layers, and those of "
@@ -393,7 +426,7 @@ def apply_position(
         precise=precise,
         kernel=options.kernel,
         include_sliding=options.sliding_layers == "scale",
-        encoding=_encoding(place, method, rope, options),
+        encoding=_encoding(place, method, rope, options=options),
         layers=options.layers,
         named=named,
         instead=instead,
@@ -416,7 +449,7 @@ def apply_position(
             f"inputs with images or videos will be refused; for these, {instead}"
         )
         _logger.warning("rope_ext: %s", notes[-1])
-    notes += scale_softmax(place.scaled, methods, changes, installed.mapped)
+    notes += scale_softmax(place.scaled, methods=methods, changes=changes, only=installed.mapped)
     temperature = method.tempered(rope)
     if temperature is not None:
         notes.append(f"temperature: {temperature!r}, in those attention layers")
@@ -454,7 +487,7 @@ def _write(
     """Write a site's frequencies (float64, ``[pairs]``) and scaling under ``methods``."""
     inv_freq = site.loaded.double()
     if options.frequency is not None:
-        inv_freq, _ = target(place, site, options.frequency, options)
+        inv_freq, _ = target(place, site, method=options.frequency, options=options)
     elif site.moving:
         raise AlreadyScaledError(
             f"{methods[-1].name} cannot go on top of rope_type {site.rope_type!r}, which changes "
@@ -473,9 +506,34 @@ def raise_factor(
     YaRN on top of YaRN is not YaRN with a larger factor: the second ramp starts from the pairs that
     the first one left. Only the factor of ``method`` counts.
     """
+    _require_raisable(place, method, options)
     family = type(place.decoder).__name__
     scaled = [site for site in place.scaled if site.scaled]
+    raised = {site: _raised(family, site, method.factor) for site in scaled}
+    methods = {own for _, own in raised.values()}
+    if len(methods) > 1:
+        raise UnsupportedModelError(
+            f"{family} scales its kinds of layers by different options; pass compose=True instead"
+        )
+    for site in scaled:
+        if site.rope_type == "dynamic":  # transformers changes these frequencies in every forward
+            set_attribute(site.module, name="rope_type", value="default", changes=changes)
+    scales = _raised_scales(place, scaled, float(method.factor))
+    for module, scale in scales.items():
+        set_attribute(module, name="scaling", value=scale, changes=changes)
+    notes = []
+    if scales:
+        notes.append(f"softmax scale: that of the raised factor in {len(scales)} layers")
+    sites = [raised[site][0] if site in raised else site for site in place.sites]
+    place = replace(place, sites=sites, scaled=[raised[site][0] for site in scaled])
+    return place, methods.pop(), notes
+
+
+def _require_raisable(place: PatchTarget, method: Method, options: Options) -> None:
+    """Raise unless the checkpoint is scaled by ``method``, of which only the factor is given."""
+    scaled = [site for site in place.scaled if site.scaled]
     if not scaled:
+        family = type(place.decoder).__name__
         raise UnsupportedModelError(
             f"{family} has no RoPE scaling whose factor compose='raise' could raise; leave it out"
         )
@@ -496,34 +554,30 @@ def raise_factor(
     given += [f"{option}=" for option in own if getattr(options, option) is not None]
     if given:
         raise OptionError(f"compose='raise' takes the factor only; leave {', '.join(given)} out")
-    found = {site: _raised(family, site, method.factor) for site in scaled}
-    methods = {made for _, made in found.values()}
-    if len(methods) > 1:
-        raise UnsupportedModelError(
-            f"{family} scales its kinds of layers by different options; pass compose=True instead"
-        )
-    if kind == "dynamic":  # transformers changes these frequencies in every forward
-        for site in scaled:
-            set_attribute(site.module, "rope_type", "default", changes)
-    scales: dict[nn.Module, float] | None = {}
-    if any(site.settings.parameters.get("mscale_all_dim") for site in scaled):
-        scales = softmax_scales(place.decoder, factor=float(method.factor))
+
+
+def _raised_scales(
+    place: PatchTarget, scaled: Sequence[RotarySite], factor: float
+) -> dict[nn.Module, float]:
+    """Return the softmax scale of each attention layer that the factor changes."""
+    if not any(site.settings.parameters.get("mscale_all_dim") for site in scaled):
+        return {}
+    scales = softmax_scales(place.decoder, factor=factor)
     if scales is None:
         raise UnsupportedModelError(
-            f"{family} cannot be built from its configuration, which would tell the softmax scale "
-            f"of the raised factor; pass compose=True instead"
+            f"{type(place.decoder).__name__} cannot be built from its configuration, which would "
+            f"tell the softmax scale of the raised factor; pass compose=True instead"
         )
-    for module, scale in scales.items():
-        set_attribute(module, "scaling", scale, changes)
-    notes = []
-    if scales:
-        notes.append(f"softmax scale: that of the raised factor in {len(scales)} layers")
-    sites = [found[site][0] if site in found else site for site in place.sites]
-    place = replace(place, sites=sites, scaled=[found[site][0] for site in scaled])
-    return place, methods.pop(), notes
+    return scales
 
 
 def _raised(family: str, site: RotarySite, factor: float) -> tuple[RotarySite, FrequencyMethod]:
+    """Return the site without its scaling, and its own method with this factor.
+
+    Raises:
+        OptionError: the factor is not larger than the checkpoint's.
+        UnsupportedModelError: the site's frequencies are not those of its configuration.
+    """
     own = site.settings.parameters
     kind = site.rope_type
     settings = site.settings
@@ -534,11 +588,12 @@ def _raised(family: str, site: RotarySite, factor: float) -> tuple[RotarySite, F
             f"factor={factor!r} does not raise the checkpoint's own {old!r}; pass a larger one"
         )
     rope = Rope.geometric(site.rope.base, site.rope.dim, length)
-    made = raised = not_none(method_of(own, old))
+    published = not_none(method_of(own, old))
+    raised = published
     follows = _follows_mscale(own, old)
     if follows:
-        made = replace(made, attention_factor=mscale_factor(own, old))
-        raised = replace(made, attention_factor=mscale_factor(own, factor))
+        published = replace(published, attention_factor=mscale_factor(own, old))
+        raised = replace(published, attention_factor=mscale_factor(own, factor))
     raised = replace(raised, factor=float(factor))
     target = reach(factor, length)
     loaded = site.loaded
@@ -547,8 +602,8 @@ def _raised(family: str, site: RotarySite, factor: float) -> tuple[RotarySite, F
     if kind == "dynamic":  # the buffer may have grown with a sequence
         loaded = rope.inv_freq.float()
     elif not (
-        torch.allclose(made.inv_freq(rope), loaded.double(), rtol=ROUNDING, atol=0)
-        and math.isclose(made.attention_scaling(rope), site.scaling, rel_tol=1e-6)
+        torch.allclose(published.inv_freq(rope), loaded.double(), rtol=ROUNDING, atol=0)
+        and math.isclose(published.attention_scaling(rope), site.scaling, rel_tol=1e-6)
     ):
         raise UnsupportedModelError(
             f"{family}: its frequencies are not those of rope_type {kind!r} in its configuration; "

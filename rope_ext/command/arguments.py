@@ -149,12 +149,12 @@ def read_json(text: str) -> Any:
     """Parse JSON like ``json.loads``, but refuse duplicate keys."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        made: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for key, value in pairs:
-            if key in made:
-                raise ValueError(f"{key!r} is given twice, as {made[key]!r} and as {value!r}")
-            made[key] = value
-        return made
+            if key in values:
+                raise ValueError(f"{key!r} is given twice, as {values[key]!r} and as {value!r}")
+            values[key] = value
+        return values
 
     return json.loads(text, object_pairs_hook=unique)
 

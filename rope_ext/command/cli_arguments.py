@@ -118,11 +118,12 @@ class PatchOptions:
 
     def tell_check(self, engine: str | None = None) -> None:
         """Print the command that checks an engine, if it can run a miniature."""
+        from rope_ext.config.nested import text_of
         from rope_ext.engines.base import miniatures
         from rope_ext.saving.checkpoints import is_dynamic, load_config
 
         config = load_config(self.model)
-        known = config.get_text_config(decoder=True).model_type in miniatures()
+        known = text_of(config).model_type in miniatures()
         if self.compose or not known or (self.method is None and is_dynamic(config)):
             tell("done: the settings above serve it")
             return
@@ -159,10 +160,10 @@ def command(app: typer.Typer, name: str | None = None) -> Callable[[Callable[...
             given = {name: typed.pop(name) for name in shared}
             function(*([PatchOptions(**given)] if shared else []), **typed)
 
-        made: Any = run
-        made.__signature__ = inspect.Signature(parameters)
-        made.__annotations__ = {one.name: one.annotation for one in parameters}
-        return app.command(name or function.__name__, cls=ModelCommand, help=about)(made)
+        command: Any = run
+        command.__signature__ = inspect.Signature(parameters)
+        command.__annotations__ = {one.name: one.annotation for one in parameters}
+        return app.command(name or function.__name__, cls=ModelCommand, help=about)(command)
 
     return decorate
 

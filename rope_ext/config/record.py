@@ -69,6 +69,7 @@ class Record:
 
     @classmethod
     def from_json(cls, data: Any, where: str) -> Self:
+        """Read a record as JSON from a place that errors name; raises RecordError."""
         version = data.get("version") if isinstance(data, Mapping) else None
         if type(version) is int and version > VERSION:
             raise RecordError(
@@ -85,9 +86,16 @@ class Record:
             config = dict(data["config"])
             # Records without it had rope_parameters of their own only where they scale.
             native = data.get("native", "rope_parameters" in config)
-            lengths = data["trained_length"], data["target_length"]
-            kept = options.recorded()
-            record = cls(method, resolved, kept, *lengths, native, data["plain"], config)
+            record = cls(
+                method=method,
+                resolved=resolved,
+                arguments=options.recorded(),
+                trained_length=data["trained_length"],
+                target_length=data["target_length"],
+                native=native,
+                plain=data["plain"],
+                config=config,
+            )
             record._check()
         except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
             reason = f"{error} is missing" if isinstance(error, KeyError) else error

@@ -77,11 +77,12 @@ def rope_settings(config: Any, layer_type: str | None = None) -> RopeSettings:
         parameters = parameters[layer_type]
     kind = parameters.get("rope_type") or "default"
     factor = plain_number(parameters.get("factor"))
-    length = target = whole_number(getattr(config, LONGEST, None))
-    trained = whole_number(getattr(config, TRAINED, None))
-    if kind == "default" and trained and target and getattr(config, FIELD, None) is None:
-        length = target = min(trained, target)
-    if kind in ("yarn", "llama3", "longrope"):
+    target = whole_number(getattr(config, LONGEST, None))
+    length = target
+    if kind == "default":
+        target = _without_scaling(config, target)
+        length = target
+    elif kind in ("yarn", "llama3", "longrope"):
         length = whole_number(parameters.get(ORIGINAL) or getattr(config, ORIGINAL, None)) or length
         if factor is None and length and target:
             factor = target / length
@@ -92,6 +93,14 @@ def rope_settings(config: Any, layer_type: str | None = None) -> RopeSettings:
     return RopeSettings(
         parameters=parameters, rope_type=kind, factor=factor, length=length, target=target
     )
+
+
+def _without_scaling(config: Any, longest: int | None) -> int | None:
+    """Return the trained length in tokens of a model without scaling."""
+    trained = whole_number(getattr(config, TRAINED, None))
+    # A patch raises the longest length, which is then what counts.
+    patched = getattr(config, FIELD, None) is not None
+    return min(trained, longest) if trained and longest and not patched else longest
 
 
 def all_settings(config: Any) -> dict[str | None, RopeSettings]:
@@ -214,26 +223,35 @@ def contradictions(config: Any, saved: Mapping[str, Any]) -> Iterator[str]:
     entries = {name: saved[name] for name in styles if isinstance(saved.get(name), dict)}
     for fact in ("rope_type", "rope_theta", "factor", ORIGINAL, "partial_rotary_factor"):
         counts = settings.rope_type if fact == "rope_type" else settings.parameters.get(fact)
-        given = {"the top level": saved.get(fact)}
-        given |= {style: entry.get(fact) for style, entry in entries.items()}
-        if fact == "rope_type":
-            kinds = {f"type of {style}": entry.get("type") for style, entry in entries.items()}
-            given |= {place: _RENAMED.get(name, name) for place, name in kinds.items()}
-        others = {place: x for place, x in given.items() if x is not None and x != counts}
-        ours = any(str(x).startswith("rope_ext:") for x in others.values())
+        given = _given(fact, saved, entries)
+        others = {place: value for place, value in given.items() if value not in (None, counts)}
+        ours = any(str(value).startswith("rope_ext:") for value in others.values())
         if others and counts is not None and not ours:
             told = " and ".join(f"{value!r} ({place})" for place, value in others.items())
             yield f"{fact} is given as {told}, but transformers uses {counts!r}"
     longest = getattr(text_of(config), LONGEST, None)
-    target = settings.target
-    if settings.rope_type == "yarn" and target not in (None, longest):
-        told = f"{ORIGINAL}={settings.length}"
-        if not any(ORIGINAL in part for part in (saved, *entries.values())):
-            told = f"{LONGEST} for the missing {ORIGINAL}"
+    if settings.rope_type == "yarn" and settings.target not in (None, longest):
+        given = any(ORIGINAL in part for part in (saved, *entries.values()))
+        told = f"{ORIGINAL}={settings.length}" if given else f"{LONGEST} for the missing {ORIGINAL}"
         yield (
             f"{LONGEST}={longest} does not fit factor={settings.factor:g}: transformers uses the "
-            f"factor, and {told}, which together reach {target} tokens"
+            f"factor, and {told}, which together reach {settings.target} tokens"
         )
+
+
+def _given(
+    fact: str, saved: Mapping[str, Any], entries: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Return the values of a field in ``config.json``, by where they are; None: not there.
+
+    ``entries`` are its ``rope_parameters`` and ``rope_scaling``, as far as it has them.
+    """
+    given = {"the top level": saved.get(fact)}
+    given |= {style: entry.get(fact) for style, entry in entries.items()}
+    if fact == "rope_type":  # older files name it "type", and some types otherwise
+        kinds = {f"type of {style}": entry.get("type") for style, entry in entries.items()}
+        given |= {place: _RENAMED.get(name, name) for place, name in kinds.items()}
+    return given
 
 
 def edits(config: Any, saved: Mapping[str, Any]) -> Iterator[str]:

@@ -81,7 +81,7 @@ def replaced(
 
 def quieted(logger: logging.Logger) -> AbstractContextManager[None]:
     """Raise the level of ``logger`` to CRITICAL inside a ``with`` block, for all threads."""
-    return replaced(logger, lambda: logger.level, logger.setLevel, logging.CRITICAL)
+    return replaced(logger, get=lambda: logger.level, put=logger.setLevel, new=logging.CRITICAL)
 
 
 def _names_another(record: logging.LogRecord) -> bool:
@@ -123,7 +123,9 @@ def write(place: PatchTarget, values: Mapping[str, Any], record: Record, changes
     if EXPERTS in values:
         setattr(outermost, EXPERTS, values[EXPERTS])
         if not _reads_experts(place.model):  # models built from it look it up, and fail
-            set_attribute(outermost, "_experts_implementation_internal", CURE, changes)
+            set_attribute(
+                outermost, name="_experts_implementation_internal", value=CURE, changes=changes
+            )
     for config in texts:
         fields = getattr(type(config), "__dataclass_fields__", {})
         ours = type(config).__module__.startswith("transformers.") and OLDER[0] not in fields
@@ -272,8 +274,8 @@ def written(place: PatchTarget, method: FrequencyMethod, target: int) -> Written
         # The dynamic type scales from max_position_embeddings.
         dynamic = types == {"dynamic"}
         values["max_position_embeddings"] = scaled[0].rope.length if dynamic else target
-        built = _built(place.decoder, config, values, sites)
-        if built is None or not _equal(built, scaled, method, "dynamic" in types):
+        built = _built(place.decoder, config, values, sites=sites)
+        if built is None or not _equal(built, scaled, method, dynamic="dynamic" in types):
             continue
         exact = {} if method.is_dynamic else {site: built[site][0] for site in scaled}
         note = f"plain transformers reloads it (rope_type {', '.join(sorted(types))})"
@@ -282,7 +284,7 @@ def written(place: PatchTarget, method: FrequencyMethod, target: int) -> Written
                 "; max_position_embeddings stays the trained length, because transformers' "
                 "dynamic type scales from it: pass the length to evaluators explicitly"
             )
-        return Written(values, True, exact, note)
+        return Written(values=values, native=True, built=exact, note=note)
     return unsaved(place, target)
 
 
@@ -301,10 +303,12 @@ def unsaved(place: PatchTarget, target: int) -> Written:
 
     refused = {"rope_parameters": marked, **length}
     if _is_refused(config, refused, lambda x: _rebuilt_modules(place.decoder, x, place.sites)):
-        return Written(refused, False, {}, UNSAVED.format(REFUSED))
+        return Written(values=refused, native=False, built={}, note=UNSAVED.format(REFUSED))
     if _is_refused(place.model.config, {EXPERTS: CURE}, type(place.model)):
-        return Written({**length, EXPERTS: CURE}, False, {}, UNSAVED.format(REFUSED))
-    return Written(length, False, {}, UNSAVED.format(UNPATCHED))
+        return Written(
+            values={**length, EXPERTS: CURE}, native=False, built={}, note=UNSAVED.format(REFUSED)
+        )
+    return Written(values=length, native=False, built={}, note=UNSAVED.format(UNPATCHED))
 
 
 def _is_refused(config: Any, values: dict[str, Any], build: Callable[[Any], Any]) -> bool:
@@ -334,13 +338,16 @@ def _proposals(method: FrequencyMethod, scaled: list[RotarySite]) -> Iterator[En
         tables = {}
         for site in scaled:
             inv_freq, scaling = site.under(method)
-            tables[site] = longrope_table(site.rope, inv_freq, method.factor, scaling)
+            tables[site] = longrope_table(
+                site.rope, inv_freq, method.factor, attention_scaling=scaling
+            )
         yield tables
         # Some types cover the whole head, with frequency zero beyond partial_rotary_factor.
         yield {site: {**table, "partial_rotary_factor": 1.0} for site, table in tables.items()}
 
 
 def _merged(config: Any, proposal: Entries, method: FrequencyMethod) -> dict[str, Any]:
+    """Return ``rope_parameters`` with the proposed entry of each site; its base and share stay."""
     merged = copy.deepcopy(getattr(config, "rope_parameters", None) or {})
     for site, entry in proposal.items():
         part = part_of(merged, site)

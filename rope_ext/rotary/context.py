@@ -121,7 +121,9 @@ class Tracker:
         begin = decoder.register_forward_pre_hook(self.begin, with_kwargs=True)
         end = decoder.register_forward_hook(self.end, with_kwargs=True, always_call=True)
         changes += [begin.remove, end.remove]
-        wrap(decoder, "forward", functools.partial(self.run, decoder), changes)
+        wrap(
+            decoder, name="forward", function=functools.partial(self.run, decoder), changes=changes
+        )
 
     def run(self, decoder: nn.Module, original: Any, *args: Any, **kwargs: Any) -> Any:
         """Run ``decoder.forward``; called by itself, as sentence-transformers does, run its hooks.
@@ -261,8 +263,8 @@ def _runs_layers_again(decoder: nn.Module) -> bool:
 def watch_generation(model: nn.Module, batch: Callable[..., Any], changes: Changes) -> None:
     """Make ``generate`` clean up, and ``batch`` handle ``model.init_continuous_batching``."""
     # All entry points of continuous batching call this one, and would raise in a thread of theirs.
-    wrap(model, "init_continuous_batching", batch, changes)
-    wrap(model, "generate", _forgetting, changes)
+    wrap(model, name="init_continuous_batching", function=batch, changes=changes)
+    wrap(model, name="generate", function=_forgetting, changes=changes)
 
 
 def forget_pages(model: nn.Module) -> None:

@@ -49,8 +49,15 @@ class RotaryHook:
                 like=output,
             )
         dtype = torch.float64 if self.precise else torch.float32
-        used = self.sequences.frequencies(self.site, positions, dtype)
-        return rotation(self.site, positions, *used, self.precise, output)
+        inv_freq, scaling = self.sequences.frequencies(self.site, positions, dtype)
+        return rotation(
+            site=self.site,
+            t=positions,
+            inv_freq=inv_freq,
+            scaling=scaling,
+            precise=self.precise,
+            like=output,
+        )
 
 
 def refuse_unused(decoder: nn.Module, sites: list[RotarySite]) -> None:

@@ -40,7 +40,7 @@ def prove(decoder: nn.Module, module: nn.Module, layer_type: str | None, pairs: 
     """
     inv_freq = 0.05 + 0.9 * torch.arange(pairs, dtype=torch.float64, device="cpu") / pairs
     scaling = 1.25
-    twin = _twin(module, layer_type, inv_freq, scaling)
+    twin = _twin(module, layer_type, inv_freq, scaling=scaling)
     positions = torch.tensor([[0, 1, 2, 3, 5, 8, 13, 21]], device="cpu")
     # Far enough apart that a column of one axis cannot be mistaken for another's.
     axes = torch.stack((positions, positions + 40, positions + 90))
@@ -53,7 +53,7 @@ def prove(decoder: nn.Module, module: nn.Module, layer_type: str | None, pairs: 
         except Exception as raised:
             error = raised
             continue
-        found = _read(output, ids, inv_freq, scaling)
+        found = _read(output, ids, inv_freq, scaling=scaling)
         if found is not None and (columns is None or found.axis is not None):
             columns = found
         if (found is None and ids is positions) or (columns and columns.axis is not None):

@@ -171,11 +171,16 @@ class Sequences(context.Tracker):
         self.track(decoder, changes)
         if place.is_encoder:
             return
-        wrap(place.model, "generate", self.generate, changes)
+        wrap(place.model, name="generate", function=self.generate, changes=changes)
         refuse = functools.partial(context.refuse_batching, self.unbatched)
         context.watch_generation(place.model, refuse, changes)  # around self.generate
-        wrap(place.model, "prepare_inputs_for_generation", self.prepare, changes)
-        wrap(place.model, "_prepare_cache_for_generation", self.plan, changes)
+        wrap(
+            place.model,
+            name="prepare_inputs_for_generation",
+            function=self.prepare,
+            changes=changes,
+        )
+        wrap(place.model, name="_prepare_cache_for_generation", function=self.plan, changes=changes)
 
     @property
     def patched_by(self) -> Any:
@@ -202,12 +207,14 @@ class Sequences(context.Tracker):
         # its sequences reuse them, including graphs.
         tables = forward.started.tables
         if key not in tables:
-            tables[key] = self._table(site, forward.started.lengths[:, None], t.device, dtype)
+            tables[key] = self._table(
+                site, lengths=forward.started.lengths[:, None], device=t.device, dtype=dtype
+            )
         packed = forward.packed
         if packed is None or packed.lengths.shape[1] != t.shape[-1]:
             return tables[key]
         if key not in packed.tables:
-            packed.tables[key] = self._table(site, packed.lengths, t.device, dtype)
+            packed.tables[key] = self._table(site, packed.lengths, t.device, dtype=dtype)
         return packed.tables[key]
 
     def _table(
@@ -229,6 +236,7 @@ class Sequences(context.Tracker):
         return inv_freq, method.attention_scaling_at(site.rope, lengths) * site.scaling
 
     def trace(self, given: dict[str, Any]) -> SequenceForward | None:
+        """Return a forward whose lengths are tensors; None if some number has to be read for it."""
         if context.is_exporting():
             return None
         rows, tokens = context.shape_of(given)
@@ -259,9 +267,15 @@ class Sequences(context.Tracker):
 
     @context.run_eagerly()
     def start(self, given: dict[str, Any]) -> None:
+        """Put a forward on the stack; raises where sequences cannot be told apart."""
         name = self.method.name
         context.refuse_sharded(name, "use a fixed frequency method such as 'yarn'")
-        context.refuse_presses(self.layers, name, "pass length=TOKENS, or use another press", True)
+        context.refuse_presses(
+            self.layers,
+            method=name,
+            instead="pass length=TOKENS, or use another press",
+            rerotating=True,
+        )
         if context.is_exporting():
             raise UnsupportedModelError(
                 f"{name} follows every sequence, which an exported graph cannot do; {self.cure}"

@@ -249,7 +249,8 @@ def run(decoder: nn.Module, tokens: Tensor, use_cache: bool = False) -> Any:
 
 def encoder_states(decoder: nn.Module, rows: int) -> dict[str, Tensor]:
     """Return the argument with which a decoder with cross-attention can be run without encoder."""
-    config, name = text_config(decoder), "encoder_hidden_states"
+    config = text_config(decoder)
+    name = "encoder_hidden_states"
     takes = name in inspect.signature(type(decoder).forward).parameters
     if not takes or getattr(config, "add_cross_attention", True) is False:
         return {}
@@ -273,7 +274,7 @@ def find_sites(decoder: nn.Module, length: int | None = None) -> list[RotarySite
                 continue
             prefix = buffer.removesuffix("inv_freq").rstrip("_")
             try:
-                sites.append(_site(decoder, name, module, prefix or None, length))
+                sites.append(_site(decoder, name, module, layer_type=prefix or None, length=length))
             except UnsupportedModelError as error:
                 parts = [f"model.{part}" for part in _parts_that_rotate(decoder)]
                 if not parts:
@@ -367,36 +368,68 @@ def _require_in_use(decoder: nn.Module) -> None:
         )
 
 
-def _site(
-    decoder: nn.Module, name: str, module: nn.Module, layer_type: str | None, length: int | None
-) -> RotarySite:
-    config = getattr(module, "config", None) or text_config(decoder)
-    prefix = f"{layer_type}_" if layer_type else ""
+def _rope_type(decoder: nn.Module, name: str, module: nn.Module, layer_type: str | None) -> str:
+    """Return the rope_type of a rotary module for a layer type, or its only one."""
     rope_type = getattr(module, "rope_type", "default")
-    if isinstance(rope_type, dict) and layer_type not in rope_type:  # Evolla's encoder of proteins
+    if not isinstance(rope_type, dict):
+        return str(rope_type)
+    if layer_type not in rope_type:  # Evolla's encoder of proteins
         raise UnsupportedModelError(
             f"{type(decoder).__name__}: its rotary module {name} ({type(module).__name__}) names "
             f"no rope_type, so it may not be the language model's; patch a model without it"
         )
-    rope_type = rope_type[layer_type] if isinstance(rope_type, dict) else str(rope_type)
-    buffer = module.get_buffer(f"{prefix}inv_freq").detach()
-    loaded = _loaded(decoder, module, f"{prefix}inv_freq", rope_type in _MOVING)
-    if not len(loaded):
-        raise NoRopeError(
-            f"{type(decoder).__name__}: its rotary module {name} rotates no columns; correct "
-            f"partial_rotary_factor or the size of a head in its configuration"
-        )
-    columns = prove(decoder, module, layer_type, len(loaded))
-    given = length is not None
-    length = trained_length(config) if length is None else length
+    return rope_type[layer_type]
+
+
+def _refuse_points(decoder: nn.Module, config: Any, length: int | None) -> None:
+    """Raise UnsupportedModelError if the configured length counts points of a time series."""
     patch = getattr(config, "patch_length", None)
-    if patch and not given:  # TimesFM reads patches of so many points of a series as one token
+    if patch:  # TimesFM reads patches of so many points of a series as one token
         raise UnsupportedModelError(
             f"{type(decoder).__name__}: its configuration gives its length as {length} points, and "
             f"{patch} of them (patch_length) are one token; pass original_max_position_embeddings="
             f"{(length or 0) // patch} for these, and forecast_context_len=POINTS in calls, which "
             f"else cut their input"
         )
+
+
+def _require_tokens(decoder: nn.Module, length: int | None) -> int:
+    """Return the trained length in tokens; raises if it is not known or cannot be extended."""
+    if length is None:
+        raise UnsupportedModelError(
+            f"{type(decoder).__name__}: its configuration has no max_position_embeddings, so the "
+            f"trained length is unknown; pass original_max_position_embeddings=TOKENS"
+        )
+    if not 2 <= length <= MOST_TOKENS:
+        raise UnsupportedModelError(
+            f"{type(decoder).__name__}: a trained length of {length} tokens cannot be extended, "
+            f"only one of 2 to {MOST_TOKENS}; pass original_max_position_embeddings=TOKENS"
+        )
+    return length
+
+
+def _site(
+    decoder: nn.Module, name: str, module: nn.Module, layer_type: str | None, length: int | None
+) -> RotarySite:
+    """Read the frequencies that a rotary module uses for one layer type, and prove that it does.
+
+    ``length`` is the trained length in tokens; None: that of the configuration.
+    """
+    config = getattr(module, "config", None) or text_config(decoder)
+    prefix = f"{layer_type}_" if layer_type else ""
+    rope_type = _rope_type(decoder, name, module, layer_type=layer_type)
+    buffer = module.get_buffer(f"{prefix}inv_freq").detach()
+    loaded = _loaded(decoder, module, name=f"{prefix}inv_freq", moving=rope_type in _MOVING)
+    if not len(loaded):
+        raise NoRopeError(
+            f"{type(decoder).__name__}: its rotary module {name} rotates no columns; correct "
+            f"partial_rotary_factor or the size of a head in its configuration"
+        )
+    columns = prove(decoder, module, layer_type, pairs=len(loaded))
+    given = length is not None
+    if not given:
+        length = trained_length(config)
+        _refuse_points(decoder, config, length)
     settings = rope_settings(config, layer_type)
     changed = None
     if getattr(config, FIELD, None) is None:  # else the record has the trained length
@@ -411,16 +444,7 @@ def _site(
         )
         settings, changed = found.settings(settings)
         length = settings.target if changed and not given else length
-    if length is None:
-        raise UnsupportedModelError(
-            f"{type(decoder).__name__}: its configuration has no max_position_embeddings, so the "
-            f"trained length is unknown; pass original_max_position_embeddings=TOKENS"
-        )
-    if not 2 <= length <= MOST_TOKENS:
-        raise UnsupportedModelError(
-            f"{type(decoder).__name__}: a trained length of {length} tokens cannot be extended, "
-            f"only one of 2 to {MOST_TOKENS}; pass original_max_position_embeddings=TOKENS"
-        )
+    length = _require_tokens(decoder, length)
     bakes = settings.parameters.get("mscale_all_dim") and settings.rope_type in METHODS
     base = _base(decoder, settings.parameters.get("rope_theta"), loaded)
     theta = torch.where(loaded > 0, geometric(base, 2 * len(loaded)), 0.0)

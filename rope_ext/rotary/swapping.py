@@ -126,7 +126,7 @@ def wrap(holder: Any, name: str, function: Callable[..., Any], changes: Changes)
         original = getattr(holder, name)
         call: Any = functools.partial(function, original)
         call.__wrapped__ = original  # transformers inspects its signature
-        set_attribute(holder, name, call, changes)
+        set_attribute(holder, name, value=call, changes=changes)
 
 
 class Hooked:
@@ -170,7 +170,7 @@ def guard_buffers(site: RotarySite, changes: Changes) -> None:
     changes.append(functools.partial(_restore, site, buffers))
     names = ("attention_scaling", site.scaling_attribute, "_is_hf_initialized")
     keep_attributes(module, names, changes)
-    wrap(module, "_apply", functools.partial(_apply, site), changes)
+    wrap(module, name="_apply", function=functools.partial(_apply, site), changes=changes)
     if not site.moving:
         write_buffers(site, site.loaded, site.scaling)
     elif site.rounded:

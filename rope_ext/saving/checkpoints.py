@@ -66,8 +66,9 @@ def _read_config(model: str, gguf_file: str | None = None) -> Any:
 
 def load_tokenizer(model: str) -> Any:
     def load(*place: Any, **options: Any) -> tuple[Any, bool]:
-        made = AutoTokenizer.from_pretrained(*place, **options)
-        return made, bool(made("a", verbose=False)["input_ids"])  # it may also fail in use
+        tokenizer = AutoTokenizer.from_pretrained(*place, **options)
+        used = tokenizer("a", verbose=False)["input_ids"]  # it may also fail in use
+        return tokenizer, bool(used)
 
     tokenizer, used = _load("tokenizer", load, model)
     if not used:  # transformers builds one without files
@@ -99,7 +100,7 @@ def loader(model: str, config: Any, cls: Any = AutoModelForCausalLM) -> Callable
 
 
 def _from_folder(path: str, **kwargs: Any) -> Any:
-    return from_folder(path, None, False, False, kwargs)
+    return from_folder(path, base=None, is_trainable=False, wrapped=False, kwargs=kwargs)
 
 
 def load_model(
@@ -124,7 +125,7 @@ def load_model(
     options = {} if attn is None else {"attn_implementation": attn}
     config = load_config(model)
     if adapter is not None:  # before weights are loaded
-        with hub.loading("adapter", adapter, MeasureError, _ADAPTER):
+        with hub.loading("adapter", path=adapter, kind=MeasureError, advice=_ADAPTER):
             from peft import PeftConfig, PeftModel
 
             PeftConfig.from_pretrained(adapter)
@@ -133,7 +134,7 @@ def load_model(
     if saved_under(config) is not None and not as_saved:
         unpatch(loaded)
     if adapter is not None:
-        with hub.loading("adapter", adapter, MeasureError, _ADAPTER):
+        with hub.loading("adapter", path=adapter, kind=MeasureError, advice=_ADAPTER):
             loaded = PeftModel.from_pretrained(loaded, adapter)
     return loaded.to(device).eval()
 
@@ -142,7 +143,7 @@ def load_embedder(
     model: str, dtype: str = "auto", device: str = "auto", attn: str | None = None
 ) -> Any:
     """Load the model without a head that ``AutoModel`` builds, otherwise as :func:`load_model`."""
-    return load_model(model, dtype, device, attn, cls=AutoModel).base_model
+    return load_model(model, dtype, device, attn=attn, cls=AutoModel).base_model
 
 
 def load_learned(model: Any, adapter: str) -> None:
@@ -151,7 +152,7 @@ def load_learned(model: Any, adapter: str) -> None:
     PEFT skips them if the adapter is loaded before the model is patched. Parameters that are
     missing in the adapter, or have another shape, are unchanged.
     """
-    with hub.loading("adapter", adapter, MeasureError, _ADAPTER):
+    with hub.loading("adapter", path=adapter, kind=MeasureError, advice=_ADAPTER):
         copy_learned(model, tensors_of_adapter(adapter, {}))
 
 

@@ -10,11 +10,13 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from rope_ext.errors import LoadError, optional
+from rope_ext.errors import LoadError, RopeExtError, optional
 from rope_ext.saving import hub
 
-MODULES, SETTINGS = "modules.json", "config_sentence_transformers.json"
-_CONFIG, _TOKENIZER = "config.json", "tokenizer_config.json"
+MODULES = "modules.json"
+SETTINGS = "config_sentence_transformers.json"
+_CONFIG = "config.json"
+_TOKENIZER = "tokenizer_config.json"
 
 
 def saved_by_them(path: str) -> bool:
@@ -28,17 +30,23 @@ def load_unpatched(path: str, config: PreTrainedConfig, kwargs: Mapping[str, Any
     ``config`` replaces that of the transformers model in it; ``kwargs`` are arguments of
     transformers' ``from_pretrained``.
     """
-    package = optional("sentence_transformers", f"{path} needs", "sentence-transformers", LoadError)
+    package = optional(
+        "sentence_transformers",
+        needs=f"{path} needs",
+        extra="sentence-transformers",
+        kind=LoadError,
+    )
     if not os.path.isdir(path):
         raise LoadError(
             f"{path} was saved by sentence-transformers under a patch, and is read from a folder "
             f"only; download it with huggingface_hub.snapshot_download, then give that folder"
         )
-    settings = _read(path, SETTINGS)
+    settings = _settings(path, SETTINGS)
     name = str(settings.get("model_type", "SentenceTransformer"))
     cls = getattr(package, name, None)
     if cls is None:
         raise LoadError(f"{path}: sentence-transformers has no class {name!r}; update it")
+    # The class reads the configuration from its folder only: a folder of links with another one.
     with TemporaryDirectory() as place:
         for file in Path(path).resolve().iterdir():
             if file.name != _CONFIG:
@@ -49,16 +57,22 @@ def load_unpatched(path: str, config: PreTrainedConfig, kwargs: Mapping[str, Any
 
 def saved_length(path: str) -> int | None:
     """Return the length at which a saved model cuts texts, tokens; None if it is not saved."""
-    length = _read(path, _TOKENIZER).get("model_max_length")
+    length = _settings(path, _TOKENIZER).get("model_max_length")
     return length if isinstance(length, int) else None
 
 
-def _read(path: str, name: str) -> dict[str, Any]:
-    file = Path(path) / name
+def read_json(file: Path, kind: type[RopeExtError] = LoadError) -> Any:
+    """Return the content of a JSON file of a saved model; raises ``kind`` if it has none."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        return json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise LoadError(f"cannot read {file}: {error}; save the model again") from error
+        raise kind(f"cannot read {file}: {error}; save the model again") from error
+
+
+def _settings(path: str, name: str) -> dict[str, Any]:
+    """Return the settings in a file of a directory; empty if there is no such file."""
+    file = Path(path) / name
+    found = read_json(file) if file.exists() else {}
     return found if isinstance(found, dict) else {}
 
 

@@ -67,6 +67,7 @@ def read_saved(given: Given) -> Saved:
             place = read_adapter(str(path)).get("base_model_name_or_path", "")
         if path.is_file() and not place:
             raise MeasureError(f"{path} does not name its base model; pass the base model instead")
+        # The folder of an adapter has no configuration of a model; its base has.
         config = load_config(place)
     record = sidecar.record if sidecar else record_within(config)
     if record is not None:
@@ -74,10 +75,14 @@ def read_saved(given: Given) -> Saved:
         model = patch_without_weights(built_on_meta(built), record.method, record.arguments)
         if sidecar is None:
             refuse_other_fields(config, model, name)
-        return Saved(model, config, name, "adapter" if sidecar else "record")
+        return Saved(
+            model=model, config=config, name=name, source="adapter" if sidecar else "record"
+        )
     model = built_on_meta(config)
     extended = _from_parameters(config, find_sites(text_decoder(model)))
-    return Saved(extended or model, config, name, extended and "rope_parameters")
+    return Saved(
+        model=extended or model, config=config, name=name, source=extended and "rope_parameters"
+    )
 
 
 def built_on_meta(config: PreTrainedConfig) -> nn.Module:
@@ -198,6 +203,7 @@ def _from_parameters(config: Any, sites: list[RotarySite]) -> nn.Module | None:
             patch(model, method, sliding_layers=sliding)
     except (RopeExtError, RuntimeError, TypeError, KeyError):
         return None
+    # What transformers builds from the configuration decides whether this method is right.
     state = not_none(current_patch(model))
     if not same(saved_frequencies(state.sites, state, start=True), saved_frequencies(sites)):
         return None

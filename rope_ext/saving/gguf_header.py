@@ -92,6 +92,7 @@ def require_sound(path: str | os.PathLike[str]) -> None:
 
 @lru_cache(maxsize=8)  # several readers ask, and a vocabulary takes a second
 def _require_sound(path: str, size: int, changed: int) -> None:
+    """Read the header of a file as it is now; ``size`` in bytes, ``changed`` in nanoseconds."""
     del changed  # asks again
     with open(path, "rb") as file:
         header = _Header(file, size)

@@ -19,6 +19,7 @@ from torch import nn
 from transformers import AutoConfig
 from transformers.utils import cached_file
 
+from rope_ext.config.nested import text_of
 from rope_ext.config.record import patch_call
 from rope_ext.errors import LoadError, RopeExtError, first_line, optional
 from rope_ext.methods import PI, FrequencyMethod, Llama3, LongRoPE, Rope, YaRN, all_methods
@@ -95,7 +96,7 @@ def _config(folder: str, gguf_file: str, changed: int) -> Any:
     found = read_scaling(joined(folder, gguf_file))  # first, since its errors name the file
     config = AutoConfig.from_pretrained(folder, gguf_file=gguf_file)
     if found is not None and found.method is not None:
-        config.get_text_config(decoder=True).max_position_embeddings = found.length
+        text_of(config).max_position_embeddings = found.length
     return config
 
 
@@ -153,36 +154,57 @@ def read_scaling(path: str | Path) -> FileScaling | None:
 @lru_cache(maxsize=4)
 def _scaling(path: str, changed: int) -> FileScaling | None:
     _, keys, tables = read(path)
-    prefix = f"{keys.get('general.architecture')}."
-    rope = prefix + "rope.scaling."
-    own = {name.removeprefix(rope): v for name, v in keys.items() if name.startswith(rope)}
-    kind = own.get("type", "none")
-    multiplier = own.get("attn_factor")
-    if not scales(keys, tables) or prefix[:-1] in _IN_FORCE:
+    family = str(keys.get("general.architecture"))
+    if not scales(keys, tables) or family in _IN_FORCE:
         return None
-    context = keys[f"{prefix}context_length"]
-    length = own.get("original_context_length")
-    factor = own.get("factor")
-    method: FrequencyMethod | None = None
-    more: dict[str, Any] = {} if multiplier is None else {"attention_factor": multiplier}
-    if kind == "yarn" and factor:
-        if multiplier is not None:  # llama.cpp multiplies it by its own
-            more = {"attention_factor": multiplier * yarn_factor(factor)}
-        betas = {f"beta_{end}": own.get(f"yarn_beta_{end}") for end in ("fast", "slow")}
-        more |= {name: beta for name, beta in betas.items() if beta is not None}
-        method = YaRN(factor=factor, **more)
-    elif kind == "linear" and factor:
-        method = PI(factor=factor, **more)
-        length = length or round(context / factor)
-    elif LONG in tables:
-        longer = context / (length or context)
-        short = tables.get(SHORT)
-        method = LongRoPE(factor=longer, long_factor=tables[LONG], short_factor=short, **more)
-    elif TABLE in tables:
-        base = keys.get(f"{prefix}rope.freq_base", 10000.0)
-        method, length = _of_table(tables[TABLE], base, context, length, multiplier or 1.0)
+    prefix = f"{family}.rope.scaling."
+    own = {name.removeprefix(prefix): v for name, v in keys.items() if name.startswith(prefix)}
+    context = keys[f"{family}.context_length"]
+    base = keys.get(f"{family}.rope.freq_base", 10000.0)
+    method, length = _equivalent(own, tables, base=base, context=context)
     shown = [f"{k} {v:.6g}" if isinstance(v, float) else f"{k} {v}" for k, v in own.items()]
-    return FileScaling(", ".join([*shown, *tables]), length or context, method)
+    return FileScaling(text=", ".join([*shown, *tables]), length=length or context, method=method)
+
+
+def _equivalent(
+    own: Mapping[str, Any], tables: Mapping[str, list[float]], base: float, context: int
+) -> tuple[FrequencyMethod | None, int | None]:
+    """Return the method that a file's scaling is, and its trained length in tokens, if known.
+
+    ``own`` has the keys of ``rope.scaling``, without this prefix; ``context`` is the length with
+    scaling, in tokens.
+    """
+    kind = own.get("type", "none")
+    factor = own.get("factor")
+    length = own.get("original_context_length")
+    multiplier = own.get("attn_factor")
+    temperature = {} if multiplier is None else {"attention_factor": multiplier}
+    if kind == "yarn" and factor:
+        return _yarn(own, factor), length
+    if kind == "linear" and factor:
+        return PI(factor=factor, **temperature), length or round(context / factor)
+    if LONG in tables:
+        method = LongRoPE(
+            factor=context / (length or context),
+            long_factor=tables[LONG],
+            short_factor=tables.get(SHORT),
+            **temperature,
+        )
+        return method, length
+    if TABLE in tables:
+        return _of_table(
+            tables[TABLE], base=base, context=context, length=length, multiplier=multiplier or 1.0
+        )
+    return None, length
+
+
+def _yarn(own: Mapping[str, Any], factor: float) -> YaRN:
+    options = {f"beta_{end}": own.get(f"yarn_beta_{end}") for end in ("fast", "slow")}
+    multiplier = own.get("attn_factor")
+    if multiplier is not None:  # llama.cpp multiplies it by its own
+        options["attention_factor"] = multiplier * yarn_factor(factor)
+    given = {name: value for name, value in options.items() if value is not None}
+    return YaRN(factor=factor, **given)
 
 
 def scales(keys: Mapping[str, Any], tables: Mapping[str, Any]) -> bool:
@@ -207,10 +229,10 @@ def _of_table(
         rope = Rope.geometric(base, 2 * len(table), tokens)
         try:
             method = cls(factor=by)
-            made = method.inv_freq(rope)
+            inv_freq = method.inv_freq(rope)
         except (RopeExtError, TypeError):  # for example, required options are missing
             continue
-        if method.is_dynamic or not torch.allclose(made, rope.inv_freq / divisors, 1e-5, 1e-25):
+        if method.is_dynamic or not torch.allclose(inv_freq, rope.inv_freq / divisors, 1e-5, 1e-25):
             continue
         if abs(method.attention_scaling(rope) / multiplier - 1) > 1e-5:
             method = cls(factor=by, attention_factor=multiplier)
@@ -223,7 +245,7 @@ def read(path: str | Path) -> tuple[Any, dict[str, Any], dict[str, list[float]]]
 
     Returns the library's reader, the keys besides those of the tokenizer, and frequency tables.
     """
-    gguf = optional("gguf", "GGUF files need", "gguf", LoadError)
+    gguf = optional("gguf", needs="GGUF files need", extra="gguf", kind=LoadError)
     try:
         require_sound(path)
         reader = gguf.GGUFReader(path)

@@ -101,7 +101,7 @@ def from_pretrained(
             fit, or peft is not installed.
         LoadError, RecordError: the model or its patch cannot be read.
     """
-    return from_folder(path, base, is_trainable, True, kwargs)
+    return from_folder(path, base, is_trainable, wrapped=True, kwargs=kwargs)
 
 
 def from_folder(
@@ -120,8 +120,8 @@ def from_folder(
     if kwargs.get("gguf_file") is None:
         adapter = hub.find(path, "adapter_config.json", connection_errors=False, **where)
     if adapter is not None:
-        optional("peft", "an adapter needs", "peft", AdapterError)
-        model = _base_of(path, adapter, base, kwargs)
+        optional("peft", needs="an adapter needs", extra="peft", kind=AdapterError)
+        model = _base_of(path, adapter, base, kwargs=kwargs)
         return load_adapter(model, path, is_trainable=is_trainable, **where)
     if base is not None or is_trainable:
         raise AdapterError(f"{path} does not contain an adapter; leave base= and is_trainable= out")
@@ -129,7 +129,7 @@ def from_folder(
     if record is not None:
         model = loaded[0] if isinstance(loaded, tuple) else loaded  # with loading info
         stored = _stored(path, kwargs.get("variant"), where)
-        _patch(model, record, path, [stored], "save the complete model again")
+        _patch(model, record, path, stores=[stored], cure="save the complete model again")
         state = not_none(current_patch(model))
         if not record.same(state.record):
             raise RecordError(
@@ -174,7 +174,7 @@ def _base_of(
             own = _stored(folder, kwargs.get("variant"), hub.of_hub(kwargs))
             stores.append(own)  # disable_adapter() gives the base's own
         cure = "nor does its base; pass base= as it was in training, or train it by modules_to_save"
-        _patch(model, sidecar.record, path, stores, cure)
+        _patch(model, sidecar.record, path, stores=stores, cure=cure)
     return model
 
 
@@ -188,7 +188,6 @@ def _load(
     Returns the model, the record and the configuration as saved.
     """
     config = copy.deepcopy(kwargs.get("config"))
-    gguf_file = kwargs.get("gguf_file")
     given = isinstance(config, PreTrainedConfig)
     if not given:
         config = _config(config or path, path, kwargs)
@@ -198,28 +197,32 @@ def _load(
     as_saved = config
     if record is not None:
         config = record.restored(config)  # before rotary modules are built from it
+    gguf_file = kwargs.get("gguf_file")
     if record is not None or gguf_file is not None:
         kwargs = {**kwargs, "config": config}
-        names = kwargs.keys() - {"dtype", "torch_dtype", "quantization_config"}
-        for name in () if given else names:  # as transformers would change the configuration
-            if not isinstance(getattr(config, name, config), PreTrainedConfig):
-                setattr(config, name, kwargs.pop(name))
+        if not given:
+            _move_fields(kwargs, config)
     elif kwargs.get("config") is not None and found is None:
-        saved = PreTrainedConfig.get_config_dict(path, **hub.of_hub(kwargs))[0]
-        if any(FIELD in part for part in (saved, *saved.values()) if isinstance(part, dict)):
-            raise RecordError(
-                f"{path} was saved under a patch that config= does not record; leave config= out, "
-                f"or modify the configuration that AutoConfig loads from {path}"
-            )
+        _refuse_unrecorded(path, kwargs)
     if gguf_file is not None:
         gguf_source.require_readable(path, gguf_file, **hub.of_hub(kwargs))
+    expecting = nullcontext() if record is None else _expecting_learned()
+    with _missing_record(where), hub.loading("weights", path), expecting:
+        if wrapped and record is not None and embedders.saved_by_them(path):
+            loaded = embedders.load_unpatched(path, config, kwargs)
+        else:
+            loaded = _class(config, class_name).from_pretrained(path, **kwargs)
+    if gguf_file is not None:
+        model = loaded[0] if isinstance(loaded, tuple) else loaded  # with loading info
+        gguf_source.adopt(model, gguf_source.joined(path, gguf_file))
+    return loaded, record, as_saved
+
+
+@contextmanager
+def _missing_record(where: str) -> Iterator[None]:
+    """Say so where transformers refuses what only a patched model's configuration has."""
     try:
-        expecting = nullcontext() if record is None else _expecting_learned()
-        with hub.loading("weights", path), expecting:
-            if wrapped and record is not None and embedders.saved_by_them(path):
-                loaded = embedders.load_unpatched(path, config, kwargs)
-            else:
-                loaded = _class(config, class_name).from_pretrained(path, **kwargs)
+        yield
     except LoadError as error:
         if CURE not in str(error.__cause__):
             raise
@@ -227,10 +230,28 @@ def _load(
             f"{where} belongs to a patched model, but its record is missing or does not restore "
             f"the original configuration; load the original model and patch it again"
         ) from error
-    if gguf_file is not None:
-        model = loaded[0] if isinstance(loaded, tuple) else loaded  # with loading info
-        gguf_source.adopt(model, gguf_source.joined(path, gguf_file))
-    return loaded, record, as_saved
+
+
+def _move_fields(kwargs: dict[str, Any], config: PreTrainedConfig) -> None:
+    """Move the arguments that are fields of the configuration into it, as transformers would.
+
+    It does so only for a configuration that it loads itself.
+    """
+    for name in kwargs.keys() - {"dtype", "torch_dtype", "quantization_config"}:
+        # An argument that is no field, or a nested configuration, stays an argument.
+        if not isinstance(getattr(config, name, config), PreTrainedConfig):
+            setattr(config, name, kwargs.pop(name))
+
+
+def _refuse_unrecorded(path: str, kwargs: Mapping[str, Any]) -> None:
+    """Raise RecordError if the model in ``path`` has a record, and the given config= has none."""
+    saved = PreTrainedConfig.get_config_dict(path, **hub.of_hub(kwargs))[0]
+    parts = (part for part in (saved, *saved.values()) if isinstance(part, dict))
+    if any(FIELD in part for part in parts):
+        raise RecordError(
+            f"{path} was saved under a patch that config= does not record; leave config= out, "
+            f"or modify the configuration that AutoConfig loads from {path}"
+        )
 
 
 def _config(place: str, path: str, kwargs: Mapping[str, Any]) -> Any:
@@ -424,6 +445,7 @@ def _stored(
     before_ending = "" if variant is None else f".{variant}"
     names = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
     single, index = (re.sub(r"(\.\w+)$", rf"{before_ending}\1", name) for name in names)
+    # A model saved in one file has no index; with an index, the single file does not exist.
     files = {single}
     index = hub.find(path, index, **where)
     if index is not None:
@@ -507,10 +529,11 @@ def read_sidecar(directory: str, **kwargs: Any) -> Sidecar | None:
     if path is None:
         return None
     again = "write it again from the patched model with rope_ext.save_sidecar"
-    with hub.loading("record", path, RecordError, again):
+    with hub.loading("record", path=path, kind=RecordError, advice=again):
         data = _read_json(path)
         record = Record.from_json(data, path)
         parts = (data["before"], data["after"])
+        # NaN is not even equal to itself.
         if not all(same(part, part) for part in parts):
             raise ValueError("frequencies that are not numbers")
         return Sidecar(record, *parts)
@@ -531,7 +554,7 @@ def require_sidecar(directory: str, kwargs: Mapping[str, Any]) -> Sidecar:
 
 def read_adapter(path: str) -> dict[str, Any]:
     """Read ``adapter_config.json``, and the class of the base, which PEFT sets without a task."""
-    with hub.loading("configuration", path, AdapterError, _SAVE_AGAIN):
+    with hub.loading("configuration", path=path, kind=AdapterError, advice=_SAVE_AGAIN):
         saved = _read_json(path)
         saved |= saved.get("auto_mapping") or {}
         names = ("base_model_name_or_path", "revision", "base_model_class", "task_type")
@@ -555,7 +578,7 @@ def load_adapter(model: nn.Module, directory: str | PathLike[str], **kwargs: Any
     LoadError or RecordError if the adapter or its ``rope_ext.json`` cannot be read. The model is
     left unchanged then.
     """
-    peft = optional("peft", "an adapter needs", "peft", AdapterError)
+    peft = optional("peft", needs="an adapter needs", extra="peft", kind=AdapterError)
     directory = hub.require_place(directory)
     sidecar = require_sidecar(directory, kwargs)
     if isinstance(model, peft.PeftModel):
@@ -569,10 +592,14 @@ def load_adapter(model: nn.Module, directory: str | PathLike[str], **kwargs: Any
             f"the adapter in {directory} was trained under {sidecar.record.call()}, and this model "
             f"{fault}; call {call} on its base model, or rope_ext.from_pretrained({directory!r})"
         )
-    with hub.loading("adapter", directory, AdapterError, _SAVE_AGAIN), _untouched_on_error(model):
+    with (
+        hub.loading("adapter", path=directory, kind=AdapterError, advice=_SAVE_AGAIN),
+        _untouched_on_error(model),
+    ):
         file = hub.find(str(directory), "adapter_config.json", **hub.of_hub(kwargs))
         if file is not None:
             read_adapter(file)  # checks sizes, which PEFT builds before it reads the weights
+        # PEFT accepts an adapter without them; their initial values would then be used.
         if wanted := learned.learned(text_root(model)):
             _found_in(tensors_of_adapter(str(directory), hub.of_hub(kwargs)), wanted)
         return peft.PeftModel.from_pretrained(model, directory, **kwargs)
@@ -581,6 +608,7 @@ def load_adapter(model: nn.Module, directory: str | PathLike[str], **kwargs: Any
 @contextmanager
 def _untouched_on_error(model: nn.Module) -> Iterator[None]:
     """Undo the changes of a partially loaded adapter if loading fails."""
+    # PEFT replaces layers in the dict of their parent, so this dict has to be a copy.
     before = [(m, {**vars(m), "_modules": dict(m._modules)}) for m in model.modules()]
     trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:

@@ -30,6 +30,7 @@ def wrap_trainers() -> None:
     """Wrap what is imported so far, once."""
     functions: dict[str, Callable[..., Any]] = {"save_pretrained": _save, "train": _train}
     for module, class_name, name in _WRAPPED:
+        # Not imported here, which takes seconds: who trains has imported it.
         owner = getattr(sys.modules.get(module), class_name, None)
         original = getattr(owner, name, None)
         if original is None or getattr(original, "__module__", None) == __name__:
@@ -52,6 +53,7 @@ def _save(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -
     if not patching.is_patched(model):
         return result
     given = inspect.signature(original).bind(model, *args, **kwargs)
+    # Arguments may be passed by position, and differ between versions of PEFT.
     given.apply_defaults()
     if given.arguments.get("is_main_process", True):
         names = given.arguments.get("selected_adapters") or list(model.peft_config)

@@ -103,18 +103,23 @@ def test_even_attention_by_hand() -> None:
 
 
 def test_it_is_drawn_with_a_line_for_every_method(checkpoint: Path, tmp_path: Path) -> None:
-    drawn = []
+    drawn = {}
+
+    def draw(axes, lines, within, trained) -> None:
+        drawn.update(lines=lines, within=within, trained=trained)
+
     words = [str(checkpoint), "--method", "yarn,rerope", "--output", str(tmp_path / "one.png")]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "draw", lambda axes, *given: drawn.extend(given))
+        patch.setattr(attention, "draw", draw)
         attention.main([*words, "--text", __file__, "--windows", "1"])
-    lines, within, trained = drawn
-    assert list(lines) == ["unpatched", "yarn", "rerope"] and trained == within.edges[-1] == 128
+    lines = drawn["lines"]
+    assert list(lines) == ["unpatched", "yarn", "rerope"]
+    assert drawn["trained"] == drawn["within"].edges[-1] == 128
     shares = [found.shares for found in lines.values()]
     assert all(found.edges[-1] == 512 for found in lines.values())
     assert not torch.allclose(shares[0], shares[1], atol=1e-3)
     figure = figure_of(4, 3)
-    attention.draw(figure.subplots(), *drawn)
+    attention.draw(figure.subplots(), **drawn)
     assert (tmp_path / "one.png").stat().st_size > 1000
     other = tmp_path / "notes.txt"
     other.write_text("mine")

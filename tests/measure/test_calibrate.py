@@ -35,7 +35,7 @@ ASKED = {"prompts": 16}
 @pytest.fixture(autouse=True)
 def undrawn(monkeypatch) -> None:
     """Drawing takes longer than all else here; one test does it."""
-    monkeypatch.setattr(calibration, "draw", lambda lines, *lengths: lengths[-1].write(b"drawn"))
+    monkeypatch.setattr(calibration, "draw", lambda lines, path, **lengths: path.write(b"drawn"))
 
 
 def found(model, tokenizer, output: Path | None = None, **changed) -> rope_ext.Calibration:

@@ -142,7 +142,7 @@ def test_the_mask_of_documents_is_counted(
     words: list[str], copies: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A byte for each pair of tokens, and a float in each layer that keeps its activations."""
-    monkeypatch.setattr(memory, "extrapolated", lambda *given: 1000)
+    monkeypatch.setattr(memory, "extrapolated", lambda *given, **named: 1000)
     config = memory.config_from_shape(
         "hidden=64,heads=2,layers=3,intermediate=64,vocab=64,trained=128"
     )

@@ -85,7 +85,8 @@ class Frame:
         pairs = enumerate(zip(given, ids, strict=False))
         shared = next((at for at, (one, other) in pairs if one != other), len(given))
         if self.tokenizer.decode(ids[shared:]).strip() != answer:  # it merges with the lead
-            ids, shared = [*given, *encode(self.tokenizer, f" {answer}")], len(given)
+            ids = [*given, *encode(self.tokenizer, f" {answer}")]
+            shared = len(given)
         return joined(self.head, ids), len(ids) - shared
 
 
@@ -104,22 +105,28 @@ def longest(
     ``build`` creates a prompt from ``least`` to ``most`` parts; it is called a few times, for any
     length. The smallest is returned even if it does not fit.
     """
-    low, ids = least, build(least)
-    first, high = len(ids), None if most is None else most + 1
+    low = least
+    ids = build(least)
+    first = len(ids)
+    high = None if most is None else most + 1
     tokens = 1.0  # of a part
-    guess, turn = least + 32, 0
+    guess = least + 32
+    turn = 0
     while len(ids) + tokens <= budget and high != low + 1 and turn < 64:
         if turn:
             guess = low + max(1, int((budget - len(ids)) / tokens))
         if high is not None and (guess >= high or turn > 8):
             guess = (low + high) // 2 if turn > 8 else high - 1
         turn += 1
+        # The number of tokens of a part is a guess from the last attempt: first by it, then by
+        # halves.
         tried = build(guess)
         if guess - low >= 32 and len(tried) <= len(ids):
             break  # more parts, same tokens
         tokens = max(0.01, (len(tried) - first) / (guess - least))
         if len(tried) <= budget:
-            low, ids = guess, tried
+            low = guess
+            ids = tried
         else:
             high = guess
     return low, ids

@@ -82,7 +82,8 @@ def read_rows(source: str, option: str, most: int | None = None) -> list[Row]:
     """
     if source.startswith("hf:"):
         name, _, split = source[3:].partition(":")
-        path, config = name, None
+        path = name
+        config = None
         if not Path(name).is_dir() and name.count("/") > 1:
             owner, dataset, config = name.split("/", 2)
             path = f"{owner}/{dataset}"
@@ -101,6 +102,7 @@ def read_rows(source: str, option: str, most: int | None = None) -> list[Row]:
 
 
 def _json(path: Path, option: str) -> list[Any]:
+    """Read a JSON list, or a file of JSON lines; errors name the line and ``option``."""
     where = str(path)
     try:
         content = path.read_text(encoding="utf-8-sig")

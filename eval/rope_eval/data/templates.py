@@ -27,8 +27,10 @@ MOST_MEMORY = 512 * 2**20
 MOST_TEXT = 4 * 2**20
 """Bytes of an answer, in addition to ``_TIMES`` the bytes of its messages."""
 _TIMES = 16
-_DONE, _FAILED, _TOO_LARGE = b"d", b"f", b"m"
-"""First byte of a child's answer; its size and a JSON value, or the reason, follow."""
+# First byte of a child's answer; its size and a JSON value, or the reason, follow.
+_DONE = b"d"
+_FAILED = b"f"
+_TOO_LARGE = b"m"
 _HEAD = struct.Struct("=cQ")
 
 
@@ -74,7 +76,8 @@ class Templates:
 
     def close(self) -> None:
         """End the process."""
-        child, self._child = self._child, None
+        child = self._child
+        self._child = None
         if child is not None:
             child.end()
 
@@ -208,8 +211,8 @@ def _answer(function: Callable[..., Any], question: bytes) -> tuple[bytes, bytes
     """Return the kind of an answer, and what the function returns or raises."""
     try:
         given, options = pickle.loads(question)  # of our own process
-        made = function(*given, **options)
-        text = json.dumps(made, ensure_ascii=False, separators=(",", ":"))
+        result = function(*given, **options)
+        text = json.dumps(result, ensure_ascii=False, separators=(",", ":"))
         return _DONE, text.encode(errors="surrogatepass")
     except MemoryError:
         return _TOO_LARGE, b""

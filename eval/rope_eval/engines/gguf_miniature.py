@@ -5,7 +5,7 @@ llama.cpp's ``conversion/*.py`` at commit 0c1e57098.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,8 @@ def write_model(model: nn.Module, path: str | Path) -> None:
     Tables of frequencies are left out.
     The vocabulary is synthetic (``t3``, ``t4``, ...); prompts are lists of token IDs.
     """
-    gguf, model = gguf_library(), unwrap(model)
+    gguf = gguf_library()
+    model = unwrap(model)
     config = text_config(model)
     family = ENGINES["llama.cpp"][config.model_type]
     writer = gguf.GGUFWriter(path, family.name)
@@ -36,7 +37,8 @@ def write_model(model: nn.Module, path: str | Path) -> None:
         value = getattr(config, value) if isinstance(value, str) else value
         add = writer.add_bool if isinstance(value, bool) else writer.add_uint32
         add(f"{family.name}.{key}", value)
-    kinds, size = gguf.TokenType, config.vocab_size
+    kinds = gguf.TokenType
+    size = config.vocab_size
     special = {"<unk>": kinds.UNKNOWN, "<s>": kinds.CONTROL, "</s>": kinds.CONTROL}
     writer.add_tokenizer_model("llama")
     writer.add_token_list([*special, "<0x0A>", *(f"t{i}" for i in range(4, size))])
@@ -48,7 +50,9 @@ def write_model(model: nn.Module, path: str | Path) -> None:
     arch = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == family.name)
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     for name, tensor in model.state_dict().items():
-        for part, piece in _parts(name, tensor.detach().float().cpu(), config, family):
+        for part, piece in _parts(
+            name, values=tensor.detach().float().cpu(), config=config, family=family
+        ):
             if part == "lm_head.weight" and config.tie_word_embeddings:
                 continue
             written = names.get_name(part, (".weight", ".bias"))
@@ -59,25 +63,15 @@ def write_model(model: nn.Module, path: str | Path) -> None:
 
 
 def _write_values(writer: Any, config: Any) -> None:
+    """Write the keys of sizes and RoPE that llama.cpp reads, as its converter does."""
     for name, method in _TABLES["values"].items():
         if getattr(config, name, None) is not None:
             getattr(writer, method)(getattr(config, name))
-    width = getattr(config, "intermediate_size", 0)
-    writer.add_feed_forward_length(width)
-    experts = next((count for n in _EXPERTS if (count := getattr(config, n, None))), None)
-    if experts is not None:
-        writer.add_expert_count(experts)
-        if getattr(config, "moe_intermediate_size", None) is None:
-            writer.add_expert_feed_forward_length(width)
-    heads, shared = config.num_attention_heads, config.num_key_value_heads
-    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    parameters, kinds = config.rope_parameters, getattr(config, "layer_types", None) or ()
+    _write_feed_forward(writer, config)
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    parameters = config.rope_parameters
+    kinds = getattr(config, "layer_types", None) or ()
     rotary = int(dim * parameters.get("partial_rotary_factor", 1.0))
-    keys, values = dim, dim
-    if getattr(config, "kv_lora_rank", None):  # all heads share one cached key
-        keys, values, shared = config.kv_lora_rank + dim, config.kv_lora_rank, 1
-    if "conv" in kinds:
-        shared = [0 if kind == "conv" else shared for kind in kinds]
     if "linear_attention" in kinds:
         linear = [kind == "linear_attention" for kind in kinds]
         writer.add_array(f"{writer.arch}.attention.recurrent_layers", linear)
@@ -87,12 +81,35 @@ def _write_values(writer: Any, config: Any) -> None:
         writer.add_rope_dimension_sections([*parameters.get("mrope_section", axes), 0])
     if "llama_4_scaling_beta" in parameters:
         writer.add_attn_temperature_scale(parameters["llama_4_scaling_beta"])
-    writer.add_head_count_kv(shared)
-    writer.add_key_length(keys)
-    writer.add_value_length(values)
+    _write_heads(writer, config, kinds, dim=dim)
     writer.add_rope_dimension_count(rotary)
     writer.add_rope_freq_base(parameters["rope_theta"])
     _write_scaling(writer, parameters, mla=ENGINES["llama.cpp"][config.model_type].mla)
+
+
+def _write_feed_forward(writer: Any, config: Any) -> None:
+    width = getattr(config, "intermediate_size", 0)
+    writer.add_feed_forward_length(width)
+    experts = [count for name in _EXPERTS if (count := getattr(config, name, None))]
+    if experts:
+        writer.add_expert_count(experts[0])
+        if getattr(config, "moe_intermediate_size", None) is None:
+            writer.add_expert_feed_forward_length(width)
+
+
+def _write_heads(writer: Any, config: Any, kinds: Sequence[str], dim: int) -> None:
+    """Write numbers and sizes of heads; ``dim`` is the size of those that rotate."""
+    key_heads = config.num_key_value_heads
+    keys, values = dim, dim
+    if getattr(config, "kv_lora_rank", None):  # all heads share one cached key
+        keys = config.kv_lora_rank + dim
+        values = config.kv_lora_rank
+        key_heads = 1
+    if "conv" in kinds:  # then llama.cpp reads a number for each layer
+        key_heads = [0 if kind == "conv" else key_heads for kind in kinds]
+    writer.add_head_count_kv(key_heads)
+    writer.add_key_length(keys)
+    writer.add_value_length(values)
 
 
 def _write_scaling(writer: Any, parameters: Mapping[str, Any], mla: bool) -> None:
@@ -115,9 +132,9 @@ def _parts(
     """Convert a transformers tensor to GGUF tensors, with names that the gguf library knows."""
     for part, known in _TABLES["names"].items():
         name = name.replace(part, known)
-    if config.model_type == "gpt_oss" and ".experts." in name:  # split interleaved gates
+    if config.model_type == "gpt_oss" and ".experts." in name:
         values = values.transpose(-1, -2) if values.ndim == 3 else values
-        if ".gate_up_proj" in name:
+        if ".gate_up_proj" in name:  # gate and up are interleaved
             values = torch.cat((values[:, ::2], values[:, 1::2]), 1)
     if ".experts." in name and not name.endswith(".bias"):
         name += ".weight"
@@ -126,25 +143,47 @@ def _parts(
         yield name.replace("gate_up_proj", "gate_proj"), gate
         yield name.replace("gate_up_proj", "up_proj"), up
     elif "kv_b_proj" in name:
-        heads = values.unflatten(0, (config.num_attention_heads, -1))
-        nope, value = heads.split((config.qk_nope_head_dim, config.v_head_dim), 1)
-        yield name.replace("kv_b_proj", "k_b_proj"), nope.transpose(1, 2)
-        yield name.replace("kv_b_proj", "v_b_proj"), value
+        yield from _latent_parts(name, values, config)
     elif "in_proj_qkvz" in name:
-        heads = values.unflatten(0, (config.linear_num_key_heads, -1))
-        key = config.linear_key_head_dim
-        *rest, gate = heads.split((key, key, *[(heads.shape[1] - 2 * key) // 2] * 2), 1)
-        yield name.replace("qkvz", "qkv"), torch.cat([part.flatten(0, 1) for part in rest])
-        yield name.replace("qkvz", "z"), gate.flatten(0, 1)
+        yield from _linear_parts(name, values, config)
     elif name.endswith(".A_log"):
         yield name, -values.exp()
     elif ".conv" in name and values.ndim == 3:
         yield name, values.squeeze(1)
     elif family.centered and name.endswith("norm.weight") and "linear_attn" not in name:
         yield name, values + 1
+    elif family.interleaved:
+        yield name, _interleaved(name, values, config)
     else:
-        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-        rows = next((n for part, n in heads.items() if f".{part}." in name), None)
-        if family.interleaved and rows:
-            values = values.unflatten(0, (rows, 2, -1)).transpose(1, 2).flatten(0, 2)
         yield name, values
+
+
+def _latent_parts(
+    name: str, values: torch.Tensor, config: Any
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Split the projection of latent attention into that of keys and that of values."""
+    heads = values.unflatten(0, (config.num_attention_heads, -1))
+    nope, value = heads.split((config.qk_nope_head_dim, config.v_head_dim), 1)
+    yield name.replace("kv_b_proj", "k_b_proj"), nope.transpose(1, 2)
+    yield name.replace("kv_b_proj", "v_b_proj"), value
+
+
+def _linear_parts(
+    name: str, values: torch.Tensor, config: Any
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Split the projection of linear attention into that of q, k, v and that of the gate."""
+    heads = values.unflatten(0, (config.linear_num_key_heads, -1))
+    key = config.linear_key_head_dim
+    value = (heads.shape[1] - 2 * key) // 2  # a gate has the size of a value
+    *qkv, gate = heads.split((key, key, value, value), 1)
+    yield name.replace("qkvz", "qkv"), torch.cat([part.flatten(0, 1) for part in qkv])
+    yield name.replace("qkvz", "z"), gate.flatten(0, 1)
+
+
+def _interleaved(name: str, values: torch.Tensor, config: Any) -> torch.Tensor:
+    """Put the two columns of each rotary pair side by side, in projections of q and k."""
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    for part, count in heads.items():
+        if f".{part}." in name and count:
+            return values.unflatten(0, (count, 2, -1)).transpose(1, 2).flatten(0, 2)
+    return values

@@ -17,7 +17,9 @@ _PARSER = "_Z19common_params_parseiPPcR13common_params13llama_examplePFviS0_E"
 def parsed(xllamacpp: Any, words: list[str]) -> Any:
     """Parse ``words`` with llama.cpp's parser into parameters of ``xllamacpp.Server``."""
     probe = xllamacpp.CommonParams()
-    probe.n_predict, probe.n_ctx = 1_234_567, 7_654_321  # the first two fields
+    # Made-up values of the first two fields, by which the structure is found in the object.
+    probe.n_predict = 1_234_567
+    probe.n_ctx = 7_654_321
     raw = ctypes.string_at(id(probe), type(probe).__basicsize__)
     offset = raw.find(struct.pack("<ii", 1_234_567, 7_654_321))
     parse = getattr(ctypes.CDLL(xllamacpp.xllamacpp.__file__), _PARSER, None)

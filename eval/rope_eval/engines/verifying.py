@@ -28,6 +28,7 @@ from typing_extensions import Self
 from rope_eval.engines import llama_server
 from rope_eval.engines.gguf_miniature import write_model
 from rope_eval.server import Client, Completion, RequestError, shown_url
+from rope_ext.config.nested import text_of
 from rope_ext.engines import export
 from rope_ext.engines.base import ENGINES, Refusal, Scaling, miniatures, refuse_unproven
 from rope_ext.engines.configs import PLUGIN_METHODS
@@ -107,7 +108,9 @@ class Verification:
     @property
     def exit_code(self) -> int:
         """0 if the engine computes the patch, 1 if it does not, 3 if the result is inconclusive."""
-        return 0 if self.passed else 3 if PATCHED in self.candidates else 1
+        if self.passed:
+            return 0
+        return 3 if PATCHED in self.candidates else 1
 
     def to_json(self) -> str:
         """Return all fields as JSON."""
@@ -171,7 +174,9 @@ class Miniature:
         Without ``method``, it uses the configuration's scaling or patch; ``options`` are
         those of :func:`rope_ext.patch`. Raises RopeExtError if the family is not supported.
         """
-        text, target, as_saved = config.get_text_config(decoder=True), None, method is None
+        text = text_of(config)
+        target = None
+        as_saved = method is None
         if text.model_type not in miniatures():
             raise ExportError(
                 f"cannot verify the family {text.model_type!r}; supported families: "
@@ -184,7 +189,8 @@ class Miniature:
                 raise ExportError(
                     "nothing to verify: there is no patch; give --method, or a patched folder"
                 )
-            method, options = saved.record.method, dict(saved.record.arguments)
+            method = saved.record.method
+            options = dict(saved.record.arguments)
             target = saved.target_length
             text = text_config(text_decoder(unpatch(whole)))
         plain = _small(text)
@@ -193,12 +199,18 @@ class Miniature:
             note_target(model, target)
         state = not_none(current_patch(model))
         if state.method.name in PLUGIN_METHODS:
-            return cls(model, plain, state, None, as_saved)
+            return cls(model=model, plain=plain, state=state, scaling=None, as_saved=as_saved)
         try:
             refuse_unproven(state)
         except Refusal as refusal:
             raise ExportError(f"nothing to verify: {refusal}") from None
-        return cls(model, plain, state, Scaling.from_patch(state), as_saved)
+        return cls(
+            model=model,
+            plain=plain,
+            state=state,
+            scaling=Scaling.from_patch(state),
+            as_saved=as_saved,
+        )
 
     def under(self, dtype: torch.dtype = torch.float32, /, **changes: Any) -> Any:
         """Return a copy of the patched model with other method options."""
@@ -228,7 +240,8 @@ class Miniature:
         self, prompts: Sequence[Sequence[int]], factor_error: float = FACTOR_ERROR
     ) -> dict[str, torch.Tensor]:
         """Return log-probabilities as patched and for known mistakes, ``[prompts, vocabulary]``."""
-        rows, model = {PATCHED: log_probs_of(self.model, prompts)}, copy.deepcopy(self.plain)
+        rows = {PATCHED: log_probs_of(self.model, prompts)}
+        model = copy.deepcopy(self.plain)
         if self.scaling is None:
             rows["unextended"] = log_probs_of(model, prompts)
             for name, changes in {
@@ -252,12 +265,16 @@ class Miniature:
         return rows
 
     def _mistakes(
-        self, made: Scaling, factor_error: float
+        self, scaled: Scaling, factor_error: float
     ) -> Iterator[tuple[str, torch.Tensor, float]]:
         """Yield known mistakes of engines: name, frequencies and scaling; some may be equal."""
-        rope, right, number = made.rope, made.inv_freq, made.scaling
-        method, factor = cast(FrequencyMethod, self.state.method), made.target / rope.length
-        usual, short = yarn_factor(factor), getattr(method, "short_factor", None)
+        rope = scaled.rope
+        right = scaled.inv_freq
+        number = scaled.scaling
+        method = cast(FrequencyMethod, self.state.method)
+        factor = scaled.target / rope.length
+        usual = yarn_factor(factor)
+        short = getattr(method, "short_factor", None)
         yield "unextended", rope.inv_freq, 1.0
         yield "temperature missing", right, 1.0
         yield "temperature applied twice", right, number**2
@@ -284,6 +301,17 @@ def _small(config: Any) -> PreTrainedModel:
 
     It has the head size and RoPE of ``config``, and a few MB.
     """
+    config = _small_config(config)
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config).float().eval()
+        _draw(model, dim)
+    return model
+
+
+def _small_config(config: Any) -> Any:
+    """Return a copy of a configuration for two narrow layers with the same heads and RoPE."""
     config = copy.deepcopy(config)
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     latent = getattr(config, "kv_lora_rank", None)  # latent attention has no grouped keys
@@ -301,23 +329,24 @@ def _small(config: Any) -> PreTrainedModel:
             keys[name] = getattr(config, name)[:2]
     for name, value in (_SMALL | keys | there).items():
         setattr(config, name, value)
+    return config
+
+
+def _draw(model: nn.Module, dim: int) -> None:
+    """Change initial weights so that attention depends on every distance; ``dim`` of a head."""
     spread = math.sqrt(_PEAK / math.sqrt(dim))  # standard deviation of queries and keys
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config).float().eval()
-        for name, parameter in model.named_parameters():
-            looks = _LOOKS.search(name) is not None
-            if name == "model.norm.weight":
-                parameter.fill_(2.0)  # keeps every token probable enough for an exact logarithm
-            elif parameter.ndim == 1 and "norm" in name:
-                parameter.fill_(spread if looks else 1.0)
-            elif parameter.ndim == 1:
-                parameter.normal_(std=0.5)
-            elif looks:
-                parameter *= spread
-            if "qkv_proj" in name:  # the values follow two query heads and one key head
-                parameter[3 * dim :] /= spread
-    return model
+    for name, parameter in model.named_parameters():
+        looks = _LOOKS.search(name) is not None
+        if name == "model.norm.weight":
+            parameter.fill_(2.0)  # keeps every token probable enough for an exact logarithm
+        elif parameter.ndim == 1 and "norm" in name:
+            parameter.fill_(spread if looks else 1.0)
+        elif parameter.ndim == 1:
+            parameter.normal_(std=0.5)
+        elif looks:
+            parameter *= spread
+        if "qkv_proj" in name:  # the values follow two query heads and one key head
+            parameter[3 * dim :] /= spread
 
 
 @torch.no_grad()
@@ -343,7 +372,8 @@ def verify(
     prompt, tokens; None as in :meth:`Miniature.prompts`.
     """
     prompts = miniature.prompts(longest)
-    got, trained = run(prompts), miniature.state.length
+    got = run(prompts)
+    trained = miniature.state.length
     returned = (~got.isnan()).sum(-1).float()
     if not returned.all():
         raise ExportError(f"{engine} returned no log-probabilities for some prompts")
@@ -351,10 +381,12 @@ def verify(
     if tolerance is None:
         rounded = log_probs_of(miniature.under(torch.bfloat16), prompts) - rows[PATCHED]
         tolerance = max(TOLERANCE, _ROUNDED * float(rounded.square().mean().sqrt()))
-    judged, count = judge(got, rows, tolerance), float(returned.mean())
-    sizes, notes = [*map(len, prompts)], []
+    verdict, candidates, differences = judge(got, rows, tolerance)
+    count = float(returned.mean())
+    sizes = [*map(len, prompts)]
+    notes = []
     lengths = tuple(size for size in sizes if size + 1 not in sizes)
-    if judged[0] == "cannot tell":
+    if verdict == "cannot tell":
         notes.append(
             f"serve the miniature in float32 (vLLM, SGLang: --dtype float32) and set --tolerance "
             f"{TOLERANCE:g}, make the server return more than {count:.0f} log-probabilities, "
@@ -366,7 +398,17 @@ def verify(
             f"no prompt is longer than the trained {trained} tokens; give --length "
             f"{miniature.beyond}"
         )
-    return Verification(engine, *judged, lengths, count, tolerance, beyond, tuple(notes))
+    return Verification(
+        engine=engine,
+        verdict=verdict,
+        candidates=candidates,
+        differences=differences,
+        lengths=lengths,
+        returned=count,
+        tolerance=tolerance,
+        beyond=beyond,
+        notes=tuple(notes),
+    )
 
 
 def write(miniature: Miniature, folder: Path) -> tuple[dict[str, str], list[str]]:
@@ -383,16 +425,17 @@ def write(miniature: Miniature, folder: Path) -> tuple[dict[str, str], list[str]
     (miniature.model if whole else miniature.plain).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     miniature.model.config._name_or_path = str(folder)
-    commands, refusals = {}, []
+    commands = {}
+    refusals = []
     for engine in ["vllm"] if by_plugin else SERVERS:
         inside = engine == "llama.cpp"
         try:
             if inside:
                 write_model(miniature.plain, folder / "MODEL.gguf")
             where = folder.absolute() if inside else folder
-            made = export(where if whole else miniature.model, engine)
+            exported = export(where if whole else miniature.model, engine)
             enter = f"cd {shell_word(str(folder))} && " if inside else ""
-            commands[engine] = enter + made.command
+            commands[engine] = enter + exported.command
         except ExportError as error:
             refusals.append(str(error))
     return commands, refusals
@@ -400,8 +443,8 @@ def write(miniature: Miniature, folder: Path) -> tuple[dict[str, str], list[str]
 
 def tiny_tokenizer() -> FastTokenizer:
     """Build a tokenizer with tokens ``t3``, ``t4``, ..., whose names contain their IDs."""
-    unknown, begin, end = special = ("<unk>", "<s>", "</s>")
-    names = [*special, *(f"t{i}" for i in range(3, _VOCABULARY))]
+    unknown, begin, end = ("<unk>", "<s>", "</s>")
+    names = [unknown, begin, end, *(f"t{i}" for i in range(3, _VOCABULARY))]
     words = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unknown))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return FastTokenizer(
@@ -426,7 +469,8 @@ def in_process(miniature: Miniature, engine: str, folder: Path, flags: str | Non
             *writing, serve = export(miniature.model, engine).command.split(" && ")
             flags = shlex.join(shlex.split(serve)[3:])  # after llama-server --model FILE
             if writing:
-                plain, file = file, folder / "MODEL-long.gguf"
+                plain = file
+                file = folder / "MODEL-long.gguf"
                 following(miniature.model, plain, file)
         try:
             words = ["--model", str(file), *shlex.split(flags)]
@@ -451,14 +495,19 @@ def in_process(miniature: Miniature, engine: str, folder: Path, flags: str | Non
 def endpoint(address: str, model: str | None = None) -> Run:
     """Query an OpenAI-compatible server that serves a written miniature."""
     return lambda prompts: torch.stack(
-        [completed(address, prompt, _VOCABULARY, _TOP, model) for prompt in prompts]
+        [
+            completed(address, prompt, vocabulary=_VOCABULARY, top=_TOP, model=model)
+            for prompt in prompts
+        ]
     )
 
 
 @contextmanager
 def serving(words: Sequence[str]) -> Iterator[str]:
     """Run llama.cpp's server in a child process inside a ``with`` block; yields its address."""
-    package = optional("xllamacpp", "llama.cpp needs", "rope-ext[engines]", ExportError)
+    package = optional(
+        "xllamacpp", needs="llama.cpp needs", extra="rope-ext[engines]", kind=ExportError
+    )
     script = Path(llama_server.__file__).read_text(encoding="utf-8")
     found_in = Path(package.__file__).parents[1]  # may be on PYTHONPATH only
     command = isolated(script, *words, *_EXACT, folder=str(found_in))
@@ -535,8 +584,8 @@ def mlx(folder: str | Path, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
     Each prompt begins the last one.
     """
     needed = 'mlx-lm", and without an Apple GPU also "mlx[cpu]'
-    mx = optional("mlx.core", "this engine needs", needed, ExportError)
-    mlx_lm = optional("mlx_lm.utils", "this engine needs", needed, ExportError)
+    mx = optional("mlx.core", needs="this engine needs", extra=needed, kind=ExportError)
+    mlx_lm = optional("mlx_lm.utils", needs="this engine needs", extra=needed, kind=ExportError)
     try:
         model, _ = mlx_lm.load_model(Path(folder))
         logits = model(mx.array([prompts[-1]]))[0, mx.array([len(p) - 1 for p in prompts])]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -44,7 +43,14 @@ def spectrum(axes: Any, rope: Rope, methods: Lines, length: int) -> None:
         values = method.frequencies(rope, length)
         rest = int((values == 0).sum())
         values = values.where(values > 0, math.nan)
-        _line(axes, methods, label, range(len(values)), values, f", {rest} at rest" * (rest > 0))
+        _line(
+            axes,
+            lines=methods,
+            label=label,
+            x=range(len(values)),
+            y=values,
+            more=f", {rest} at rest" if rest else "",
+        )
     turn = 2 * math.pi / rope.length
     axes.axhline(turn, **_THIN)
     axes.annotate(f"one rotation in the trained {rope.length} tokens", (0, turn), (2, -3),
@@ -58,7 +64,13 @@ def angles(axes: Any, rope: Rope, methods: Lines, length: int) -> None:
     """Plot the largest angle of each pair at ``length`` tokens, over those seen in training."""
     for label, method in methods.items():
         values = method.span(rope, length) * method.frequencies(rope, length)
-        _line(axes, methods, label, range(len(values)), values.where(values > 0, math.nan))
+        _line(
+            axes,
+            lines=methods,
+            label=label,
+            x=range(len(values)),
+            y=values.where(values > 0, math.nan),
+        )
     bottom, top = axes.dataLim.intervaly
     bottom, top = bottom / 3, 2 * top
     trained = rope.length * rope.inv_freq
@@ -73,12 +85,12 @@ def decay(axes: Any, rope: Rope, methods: Lines, length: int) -> None:
     distance, bins, places = _nearby(length)
     for label, method in methods.items():
         if rotates(rope, method):
-            values = decay_at(rope, method, length, distance)
+            values = decay_at(rope, method, length, distance=distance)
             parts = values.split(bins)
             means = torch.stack([part.mean() for part in parts])
-            colour = _line(axes, methods, label, places, means, _gap(values))
-            _shade(axes, places, parts, colour)
-    _by_distance(axes, rope, length, "tokens (shaded: lowest to highest nearby)")
+            colour = _line(axes, lines=methods, label=label, x=places, y=means, more=_gap(values))
+            _shade(axes, places, parts, colour=colour)
+    _by_distance(axes, rope, length, label="tokens (shaded: lowest to highest nearby)")
     axes.set_ylabel("g(x) = 2 \u03a3 cos(x \u03b8), mean nearby")
 
 
@@ -87,15 +99,18 @@ def biases(axes: Any, rope: Rope, methods: Lines, length: int, heads: int) -> No
     distance, bins, places = _nearby(length)
     for label, method in methods.items():
         if isinstance(method, Encoding) and not rotates(rope, method):
-            parts = bias_at(rope, method, heads, length, distance).split(bins, 1)
+            bias = bias_at(rope, encoding=method, heads=heads, length=length, distance=distance)
+            parts = bias.split(bins, 1)
             middle = torch.stack([part.mean(1).median() for part in parts])
-            more = ", untrained" * bool(method.initial(Heads(heads, rope.dim, rope.dim)))
-            _shade(axes, places, parts, _line(axes, methods, label, places, middle, more))
+            is_learned = bool(method.initial(Heads(heads, rope.dim, rope.dim)))
+            more = ", untrained" if is_learned else ""
+            colour = _line(axes, lines=methods, label=label, x=places, y=middle, more=more)
+            _shade(axes, places, parts, colour=colour)
     axes.axhline(-math.log(1000), linestyle=":", **_THIN)
     axes.annotate("1/1000 of the weight", (0.01, -math.log(1000)), (0, -2),
                   xycoords=axes.get_yaxis_transform(), textcoords="offset points", va="top",
                   fontsize=8, color="#555555")  # fmt: skip
-    _by_distance(axes, rope, length, "tokens (line: median head; shaded: all heads)")
+    _by_distance(axes, rope, length, label="tokens (line: median head; shaded: all heads)")
     bottom, top = axes.dataLim.intervaly
     axes.set_yscale("symlog", linthresh=1)
     axes.set(ylim=(max(1.3 * bottom, _LEAST), max(1.3 * top, 0.3)))
@@ -110,8 +125,10 @@ def distances(axes: Any, rope: Rope, methods: Lines, length: int) -> None:
     for number, (label, method) in enumerate(methods.items()):
         used = _by_pair(method.distances(rope, length, distance))
         several = ", of all pairs (shaded)" if used.shape[1] > 1 else ""
-        colour = _line(axes, methods, label, distance, used.amax(1), several + _gap(used))
-        _shade(axes, distance.tolist(), list(used), colour)
+        colour = _line(
+            axes, lines=methods, label=label, x=distance, y=used.amax(1), more=several + _gap(used)
+        )
+        _shade(axes, places=distance.tolist(), parts=list(used), colour=colour)
         if number:
             highest = max(highest, float(used.nan_to_num(nan=0).max()))
     axes.axhspan(0, rope.length, label=f"seen in training ({rope.length} tokens)", **_MET)
@@ -259,51 +276,84 @@ def draw(
             or matplotlib is not installed.
     """
     path = Path(path)
+    _require_kind(kind, shown)
+    style.require_png(path)
+    style.require_matplotlib()
+    built = model_of(model)
+    decoder = text_decoder(built)
+    site = first_site(built)
+    rope = site.rope
+    for method in shown:
+        if isinstance(method, FrequencyMethod):
+            refuse_scaled(decoder, site, method, compose=compose)
+    lines = _labelled(rope, shown)
+    if length is None:
+        length = max([rope.length, *(method.target_length(rope) for method in shown)])
+    require_length("length", length)
+    panel, _, title = KINDS[kind]
+    # Encodings that do not rotate have no decay; their biases get a panel beside it.
+    adding = kind == "decay" and not all(rotates(rope, method) for method in shown)
+    figure = style.figure_of(13 if adding else 9.5, 4.8)
+    axes, *beside = figure.subplots(1, 1 + adding, squeeze=False)[0]
+    panel(axes, rope, lines, length)
+    for other in beside:
+        heads = text_config(decoder).num_attention_heads
+        biases(other, rope, lines, length=length, heads=heads)
+        style.bare(other)
+        other.set_title("biases of encodings", **style.TITLE)
+    style.bare(axes)
+    name = Path(model).name if isinstance(model, (str, Path)) else type(decoder).__name__
+    factors = _factors(shown)
+    by = f", factor {factors[0]:g}" if len(factors) == 1 else ""
+    axes.set_title(f"{style.literal(name)} at {length} tokens{by}: {title}", **style.TITLE)
+    _add_legend(figure, (axes, *beside))
+    try:
+        figure.savefig(path, dpi=130, metadata={"Software": style.MARK})
+    except OSError as error:
+        raise OptionError(f"cannot write {path} ({error}); give another file") from error
+
+
+def _require_kind(kind: str, shown: Sequence[Method]) -> None:
+    """Raise OptionError if there is no such kind of plot, or it cannot show one of the methods."""
     if kind not in KINDS:
         raise OptionError(
             f"unknown picture {kind!r}{nearest(kind, KINDS) or '.'} Pictures: {', '.join(KINDS)}"
         )
-    panel, kinds, title = KINDS[kind]
+    _, kinds, _ = KINDS[kind]
     for method in shown:
         if kinds and method.kind not in kinds:
             others = [k for k, (_, fits, _) in KINDS.items() if not fits or method.kind in fits]
             raise OptionError(
                 f"{kind} cannot show {method.name}; plot {', '.join(others)}, or leave it out"
             )
-    style.require_png(path)
-    style.require_matplotlib()
-    built = model_of(model)
-    decoder, site = text_decoder(built), first_site(built)
-    rope, lines = site.rope, dict[str, Method](unpatched=RoPE())
-    factors = sorted({float(method.factor) for method in shown})
+
+
+def _factors(shown: Sequence[Method]) -> list[float]:
+    return sorted({float(method.factor) for method in shown})
+
+
+def _labelled(rope: Rope, shown: Sequence[Method]) -> dict[str, Method]:
+    """Return the unpatched model and the methods with all their options, by legend label.
+
+    A factor that all methods share is in the title of the plot, and in no label.
+    """
+    lines = dict[str, Method](unpatched=RoPE())
+    several = len(_factors(shown)) > 1
     for method in shown:
-        if isinstance(method, FrequencyMethod):
-            refuse_scaled(decoder, site, method, compose)
         full = method.resolved(rope)
-        texts = option_texts(full)
-        texts = [one for one in texts if len(factors) > 1 or not one.startswith("factor=")]
+        texts = [one for one in option_texts(full) if several or not one.startswith("factor=")]
         lines[f"{full.name} ({', '.join(texts)})" if texts else full.name] = full
-    if length is None:
-        length = max([rope.length, *(method.target_length(rope) for method in shown)])
-    require_length("length", length)
-    adding = kind == "decay" and not all(rotates(rope, method) for method in shown)
-    figure = style.figure_of(13 if adding else 9.5, 4.8)
-    axes, *beside = figure.subplots(1, 1 + adding, squeeze=False)[0]
-    panel(axes, rope, lines, length)
-    for other in beside:
-        biases(other, rope, lines, length, text_config(decoder).num_attention_heads)
-        style.bare(other)
-        other.set_title("biases of encodings", **style.TITLE)
-    style.bare(axes)
-    name = Path(model).name if isinstance(model, (str, Path)) else type(decoder).__name__
-    by = f", factor {factors[0]:g}" if len(factors) == 1 else ""
-    axes.set_title(f"{style.literal(name)} at {length} tokens{by}: {title}", **style.TITLE)
-    named = [each.get_legend_handles_labels() for each in (axes, *beside)]
-    handles, labels = ([*itertools.chain(*parts)] for parts in zip(*named, strict=True))
+    return lines
+
+
+def _add_legend(figure: Any, panels: Sequence[Any]) -> None:
+    """Add one legend below all panels, in as many columns as its longest label allows."""
+    handles = []
+    labels = []
+    for axes in panels:
+        of_panel, texts = axes.get_legend_handles_labels()
+        handles += of_panel
+        labels += texts
     columns = max(1, min(4, _CHARACTERS // (8 + max(map(len, labels)))))
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=8.5,
                   frameon=False)  # fmt: skip
-    try:
-        figure.savefig(path, dpi=130, metadata={"Software": style.MARK})
-    except OSError as error:
-        raise OptionError(f"cannot write {path} ({error}); give another file") from error

@@ -30,31 +30,15 @@ def draw_lines(
     ``_HEIGHT`` times the lowest leave the plot; the legend has the last value of each.
     """
     systems, lengths = _axes_of(next(iter(panels.values())))
-    few, across = len(systems) <= _MOST_SHADED, min(2, len(panels))
+    across = min(2, len(panels))
     down = math.ceil(len(panels) / across)
     slanted = sum(len(str(length)) for length in lengths) > 40 // across
     figure = style.figure_of(_WIDTH, 1.0 + 0.1 * len(systems) + (3.6 / across + 0.6) * down)
     grid = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False)
     for index, (title, estimates) in enumerate(panels.items()):
         axes = grid.flat[index]
-        bottom, top = -0.03, 1.03
-        if kind == "loss":
-            finite = [e for e in estimates.values() if math.isfinite(e.value)]
-            bottom = 0.9 * min([e.low or e.value if few else e.value for e in finite], default=1)
-            top = min(1.1 * max([e.value for e in finite], default=2), bottom * _HEIGHT)
-        for place, (system, look) in enumerate(_styles(systems).items()):
-            # Shift rates sideways, so that equal ones do not hide each other.
-            shift = 1.0 if kind == "loss" else 2 ** (0.02 * (place - len(systems) / 2))
-            line = [estimates[system, length] for length in lengths]
-            label, last = _title(system), line[-1].value
-            if kind == "loss":
-                label += f"  {chr(0x2191) + ' ' if last > top else ''}{number(last)}"
-            places, values = [n * shift for n in lengths], [estimate.value for estimate in line]
-            axes.plot(places, values, label=label, linewidth=1.7, markersize=5, **look)
-            ends = [(estimate.low, estimate.high) for estimate in line]
-            if (few or is_unpatched(system)) and None not in chain(*ends):
-                axes.fill_between(lengths, *zip(*ends, strict=True), color=look["color"],
-                                  alpha=0.12, linewidth=0)  # fmt: skip
+        bottom, top = _limits(estimates, kind, few=_are_few(systems))
+        _draw_systems(axes, estimates, kind, top=top, systems=systems, lengths=lengths)
         axes.set(xscale="log", ylim=(bottom, top))
         axes.set_xticks(lengths, [str(n) for n in lengths], rotation=45 if slanted else 0)
         axes.minorticks_off()
@@ -69,12 +53,63 @@ def draw_lines(
         axes.set_title(style.literal(title), **style.TITLE)
         style.bare(axes)
         style.mark_trained(axes, trained.values(), lengths[-1])
-    for axes in grid.flat[len(panels) :]:
-        axes.set_axis_off()
+    _remove_unused(grid, len(panels))
     style.legend_below(figure, grid.flat[0])
     what = "perplexity, lower is better" if kind == "loss" else "found"
     figure.supylabel(f"{what} (shaded: 95 % intervals)", fontsize=10)
     figure.savefig(path, dpi=style.DPI, format="png")
+
+
+def _are_few(systems: Sequence[str]) -> bool:
+    """Whether the intervals of all systems can be shaded."""
+    return len(systems) <= _MOST_SHADED
+
+
+def _limits(
+    estimates: Mapping[tuple[str, int], Estimate], kind: str, few: bool
+) -> tuple[float, float]:
+    """Lowest and highest value to show: fixed for rates, of finite values for perplexity."""
+    if kind != "loss":
+        return -0.03, 1.03
+    finite = [estimate for estimate in estimates.values() if math.isfinite(estimate.value)]
+    lowest = [one.low or one.value if few else one.value for one in finite]
+    highest = [one.value for one in finite]
+    bottom = 0.9 * min(lowest, default=1)
+    return bottom, min(1.1 * max(highest, default=2), bottom * _HEIGHT)
+
+
+def _draw_systems(
+    axes: Any,
+    estimates: Mapping[tuple[str, int], Estimate],
+    kind: str,
+    top: float,
+    systems: Sequence[str],
+    lengths: Sequence[int],
+) -> None:
+    """Draw a line per system; the legend marks with an arrow a last perplexity above ``top``."""
+    for place, (system, look) in enumerate(_styles(systems).items()):
+        line = [estimates[system, length] for length in lengths]
+        label = _title(system)
+        shift = 1.0
+        if kind == "loss":
+            last = line[-1].value
+            label += f"  {chr(0x2191) + ' ' if last > top else ''}{number(last)}"
+        else:
+            # Shift rates sideways, so that equal ones do not hide each other.
+            shift = 2 ** (0.02 * (place - len(systems) / 2))
+        places = [length * shift for length in lengths]
+        values = [estimate.value for estimate in line]
+        axes.plot(places, values, label=label, linewidth=1.7, markersize=5, **look)
+        ends = [(estimate.low, estimate.high) for estimate in line]
+        if (_are_few(systems) or is_unpatched(system)) and None not in chain(*ends):
+            lows, highs = zip(*ends, strict=True)
+            axes.fill_between(lengths, lows, highs, color=look["color"], alpha=0.12, linewidth=0)
+
+
+def _remove_unused(grid: Any, count: int) -> None:
+    """Hide the places of a grid after its first ``count`` plots."""
+    for axes in grid.flat[count:]:
+        axes.set_axis_off()
 
 
 def draw_depths(
@@ -108,8 +143,7 @@ def draw_depths(
         names = [f"{low}-{high} %" for low, high in pairwise(ends)]
         axes.set_yticks(range(depths), names, fontsize=9)
         axes.tick_params(length=0, labelbottom=index + across >= len(systems))
-    for axes in grid.flat[len(systems) :]:
-        axes.set_axis_off()
+    _remove_unused(grid, len(systems))
     bar = figure.colorbar(image, ax=grid, format=style.ticker().PercentFormatter(1), shrink=0.8)
     bar.outline.set_visible(False)
     figure.supxlabel("context, tokens (orange line: trained length)", fontsize=10)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rope_eval.options import option_fields
-from rope_eval.reports.recommendation import MAX_COST, Evidence, Recommendation, gather
+from rope_eval.reports.recommendation import MAX_COST, Evidence, Recommendation, Scores, gather
 from rope_eval.reports.results import Results
 from rope_eval.systems import System, built, under
 from rope_eval.tasks.passkey import Passkey
@@ -106,31 +106,39 @@ class Advice(Results):
         scores = gather(self.places, self._embeds or ("passkey",))
         advice = []
         for model in settings.models:
-            ours = [s for s in self.plan.systems if s.model == model]
+            ours = [system for system in self.plan.systems if system.model == model]
             if len(ours) > 1:
-                table = {s.label: scores[s.name] for s in ours}
-                if self._embeds:
-                    found = Recommendation(table, ours[0].trained, things="questions")
-                else:
-                    patched = [system for system in ours if system.method != UNPATCHED]
-                    engines = engines_of(patched, (settings.compose, settings.trained_length))
-                    found = Recommendation(table, ours[0].trained, engines)
-                bullets, larger = found.bullets, self._larger_factor(ours)
-                if found.broken:
-                    words = command_words("describe", model)  # no method repairs broken weights
-                elif larger is not None:
-                    longest = max(settings.lengths)
-                    bullets.append(
-                        f"{longest} tokens are beyond factor {settings.factor:g}: raise --factor "
-                        f"to {larger:g}."
-                    )
-                    words = self._comparing(model, settings.lengths, "raised", factor=larger)
-                elif self._embeds:
-                    words = self._next_of_embedder(ours, found.choice)
-                else:
-                    words = self._next(model, ours[0].trained, found.choice)
+                bullets, words = self._advice_for(ours, scores)
                 advice.append(([_of(ours[0], bullet) for bullet in bullets], words))
         return advice
+
+    def _advice_for(
+        self, ours: Sequence[System], scores: Mapping[str, Scores]
+    ) -> tuple[list[str], Words]:
+        """Return sentences about one model, of its systems, and the next command."""
+        settings = self.plan.settings
+        model = ours[0].model
+        trained = ours[0].trained
+        table = {system.label: scores[system.name] for system in ours}
+        if self._embeds:
+            found = Recommendation(table, trained, things="questions")
+        else:
+            patched = [system for system in ours if system.method != UNPATCHED]
+            engines = engines_of(patched, (settings.compose, settings.trained_length))
+            found = Recommendation(table, trained, engines)
+        bullets = found.bullets
+        larger = self._larger_factor(ours)
+        if found.broken:  # no method repairs broken weights
+            return bullets, command_words("describe", model)
+        if larger is not None:
+            bullets.append(
+                f"{max(settings.lengths)} tokens are beyond factor {settings.factor:g}: raise "
+                f"--factor to {larger:g}."
+            )
+            return bullets, self._comparing(model, settings.lengths, "raised", factor=larger)
+        if self._embeds:
+            return bullets, self._next_of_embedder(ours, found.choice)
+        return bullets, self._next(model, trained, found.choice)
 
     def _larger_factor(self, systems: Sequence[System]) -> float | None:
         """Return the factor that reaches the longest length, if it is larger than the one given.
@@ -139,7 +147,8 @@ class Advice(Results):
         the next step is the same comparison with a factor that covers them. None if a method
         reaches the longest length, by the common factor or its own.
         """
-        longest, trained = max(self.plan.settings.lengths), systems[0].trained
+        longest = max(self.plan.settings.lengths)
+        trained = systems[0].trained
         patched = [system for system in systems if system.method != UNPATCHED]
         targets = [reach(system.options["factor"], trained) for system in patched]
         if not targets or max(targets) >= longest:
@@ -161,7 +170,8 @@ class Advice(Results):
             engine = next(iter(choice.engines), "transformers")  # calibrate cannot raise
             patch = {"method": method, "factor": settings.factor, "compose": "raise"}
             return command_words("export", model, **patch, engine=engine)
-        tasks, longest = self.plan.tasks, max(settings.lengths)
+        tasks = self.plan.tasks
+        longest = max(settings.lengths)
         enough = all(max(getattr(t, n, 0) for t in tasks) >= least for n, least in _MORE.items())
         if longest <= trained or enough:
             more = {"finetune": longest > trained, "text": list(self._texts)}
@@ -170,7 +180,8 @@ class Advice(Results):
 
     def _next_of_embedder(self, ours: Sequence[System], choice: Evidence | None) -> Words:
         """Return the next command: describe the patch that helps, or ask more questions."""
-        settings, model = self.plan.settings, ours[0].model
+        settings = self.plan.settings
+        model = ours[0].model
         best = next((s for s in ours if choice is not None and s.label == choice.name), None)
         if best is not None and best.method != UNPATCHED:
             patch = {"method": best.method, "factor": settings.factor}
@@ -204,7 +215,8 @@ class Advice(Results):
         return self._comparing(model, lengths, "compared")
 
     def _comparing(self, model: str, lengths: Sequence[int], output: str, **more: Any) -> Words:
-        settings, given = self.plan.settings, self._given
+        settings = self.plan.settings
+        given = self._given
         sizes = {name: max(more.pop(name), given.get(name, 0)) for name in _MORE if name in more}
         more = given | sizes | more
         same = ("factor", "adapter", "finetune")
@@ -232,7 +244,8 @@ class Advice(Results):
         return command_words(name, model, **more | {"output": output, "text": list(self._texts)})
 
     def _training(self, model: str, trained: int) -> Words:
-        settings, method = self.plan.settings, self._methods(model)[0]
+        settings = self.plan.settings
+        method = self._methods(model)[0]
         return training_command(
             *(model, method, trained, reach(settings.factor, trained)),
             options=settings.options.get(method),

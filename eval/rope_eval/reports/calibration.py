@@ -141,7 +141,8 @@ class Calibration:
 
     def _said(self, choice: Choice) -> Iterator[str]:
         """Format the scores of a proposal next to those of the published default."""
-        judged, changed = choice.judged, choice.proposed != choice.published
+        judged = choice.judged
+        changed = choice.proposed != choice.published
 
         def loss(name: str) -> str:
             change = judged[name]
@@ -149,7 +150,8 @@ class Calibration:
             return f"{perplexity(change.before)}{more}"
 
         def share(name: str) -> str:
-            change, asked = judged[name], self.prompts
+            change = judged[name]
+            asked = self.prompts
             more = f" -> {round(change.after * asked)}" if changed else ""
             return f"{round(change.before * asked)}{more} of {asked}"
 
@@ -187,7 +189,7 @@ class Calibration:
         style.require_matplotlib()
         target = Path(path) if isinstance(path, (str, os.PathLike)) else path
         with writing(Path(str(path)), "give another path"):
-            draw(self.choices, self.trained_length, self.target_length, target)
+            draw(self.choices, trained=self.trained_length, target=self.target_length, path=target)
 
     def to_json(self) -> str:
         """Return everything as JSON; :meth:`load` reads it from a file."""
@@ -206,16 +208,22 @@ class Calibration:
         with calibration_in(path) as data:
             given = {field.name: data[field.name] for field in fields(cls)}
             choices = tuple(map(_choice, given["choices"]))
-            made = cls(**{**given, "choices": choices, "notes": tuple(given["notes"])})
-            str(made)  # check that numbers are numbers
-            return made
+            read = cls(**{**given, "choices": choices, "notes": tuple(given["notes"])})
+            str(read)  # check that numbers are numbers
+            return read
 
 
 def _choice(data: Mapping[str, Any]) -> Choice:
     published, proposed = (method_from_json(data[name]) for name in ("published", "proposed"))
     tried = [Trial(**{**one, "method": method_from_json(one["method"])}) for one in data["tried"]]
     judged = {name: Change(**change) for name, change in data["judged"].items()}
-    return Choice(published, proposed, judged, tuple(data["reasons"]), tuple(tried))
+    return Choice(
+        published=published,
+        proposed=proposed,
+        judged=judged,
+        reasons=tuple(data["reasons"]),
+        tried=tuple(tried),
+    )
 
 
 def _plain(data: Any) -> Any:
@@ -248,7 +256,8 @@ def draw(choices: Sequence[Choice], trained: int, target: int, path: Path | Bina
     star = {"marker": "*", "markersize": 15, "markeredgecolor": "white"}
     for (title, value), axes in zip(panels.items(), grid, strict=True):
         for index, choice in enumerate(choices):
-            published, look = choice.published, style.style_of(index)
+            published = choice.published
+            look = style.style_of(index)
             beside = published.options() | {SCALAR: None}
             line = [t for t in choice.tried if t.method.options() | {SCALAR: None} == beside]
             line.sort(key=lambda trial: trial.attention_factor)

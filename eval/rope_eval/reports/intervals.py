@@ -32,7 +32,8 @@ def rate_interval(successes: float, trials: float, confidence: float = CONFIDENC
     """
     from scipy.special import betaincinv
 
-    tail, failures = (1 - confidence) / 2, trials - successes
+    tail = (1 - confidence) / 2
+    failures = trials - successes
     low = betaincinv(successes, failures + 1, tail) if successes else 0.0
     high = betaincinv(successes + 1, failures, 1 - tail) if failures else 1.0
     return float(low), float(high)
@@ -77,7 +78,8 @@ def sum_ends(
     parts = (variance**2 / freedom).sum(0)
     t = _student(np.where(total > 0, total**2 / np.where(parts > 0, parts, 1), 1), confidence)
     shift = third.sum(0) / some**1.5 / 6 * (1 + 2 * t * t)
-    middle, error = value.sum(0), np.sqrt(total)
+    middle = value.sum(0)
+    error = np.sqrt(total)
     return middle - error * (t - np.minimum(shift, 0)), middle + error * (t + np.maximum(shift, 0))
 
 
@@ -123,12 +125,14 @@ def paired_ends(
     """Return low and high ends ``[...]`` of many intervals, as in :func:`paired_rates`."""
     one, other = (np.asarray(values, dtype=np.float64) for values in (one, other))
     gaps = one - other
+    # Agresti and Min: one more trial in favour of each.
     count = gaps.shape[-1] + 2
     centre = gaps.sum(-1) / count
     spread = ((gaps**2).sum(-1) + 2) / count - centre**2
     half = _student(count - 1, confidence) * np.sqrt(spread / (count - 1))
     low, high = np.maximum(centre - half, -1), np.minimum(centre + half, 1)
     whole = ((one % 1 == 0) & (other % 1 == 0)).all(-1)
+    # For answers that are only right or wrong, the exact test has the last word.
     doubtful = whole & (mcnemar((gaps > 0).sum(-1), (gaps < 0).sum(-1)) > 1 - confidence)
     low = np.where(doubtful, np.minimum(low, 0), low)
     return low, np.where(doubtful, np.maximum(high, 0), high)

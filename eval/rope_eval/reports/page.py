@@ -26,7 +26,8 @@ class Cell:
     below: str = ""
 
     def markdown(self) -> str:
-        text, below = in_markdown(self.text), in_markdown(self.below)
+        text = in_markdown(self.text)
+        below = in_markdown(self.below)
         below = f"**{below}**" if self.clear else below
         return f"{text}<br>{below}" if self.below else text
 

@@ -140,7 +140,9 @@ class Recommendation:
         engines: Mapping[str, Sequence[str]] | None = None,
         things: str = "passkeys",
     ) -> None:
-        self.scores, self.trained, self.engines = scores, trained, engines
+        self.scores = scores
+        self.trained = trained
+        self.engines = engines
         self.things = things
         unpatched = scores[UNPATCHED]
         lengths = sorted(unpatched.losses or unpatched.passes)
@@ -179,7 +181,9 @@ class Recommendation:
             return False
         if not all(map(math.isfinite, b)):  # no difference from infinity
             return all(map(math.isfinite, a))
-        return _negative(summary.loss_difference(a, b, self.weights, self.confidence))
+        return _negative(
+            summary.loss_difference(a, other=b, weights=self.weights, confidence=self.confidence)
+        )
 
     def _fewer(self, one: str, other: str) -> bool:
         return _negative(self._rates(one, other, self.far))
@@ -189,14 +193,18 @@ class Recommendation:
         return summary.rate_difference(a, b, self.confidence) if self.counts and a and b else None
 
     def _evidence(self, name: str) -> Evidence:
-        score, unpatched = self.scores[name], self.scores[UNPATCHED]
-        passes, cost = score.passes_at(self.far), None
+        score = self.scores[name]
+        unpatched = self.scores[UNPATCHED]
+        passes = score.passes_at(self.far)
+        cost = None
         losses = score.losses_at(self.far)
         if (at := self.within[-1:]) and losses:
             cost = summary.loss_difference(
                 score.losses_at(at), unpatched.losses_at(at), self.weights
             )
-            cost = cost or summary.Estimate(math.inf, None, None, len(score.losses_at(at)))
+            cost = cost or summary.Estimate(
+                value=math.inf, low=None, high=None, count=len(score.losses_at(at))
+            )
         better = self._lower(name, UNPATCHED) or self._fewer(UNPATCHED, name)
         worse = self._lower(UNPATCHED, name) or self._fewer(name, UNPATCHED)
         return Evidence(
@@ -307,7 +315,8 @@ class Recommendation:
 
     def _cost(self, evidence: Evidence) -> str:
         """Return the cost within the trained length: perplexity by its interval, and passkeys."""
-        cost, parts = evidence.cost, []
+        cost = evidence.cost
+        parts = []
         if cost is not None:
             known = {True: "at most", False: "more than", None: "cannot tell whether at most"}
             most = f"{known[evidence.costs_little]} {MAX_COST:.0%} of perplexity"
@@ -318,7 +327,8 @@ class Recommendation:
         return "; ".join(parts) or "not measured"
 
     def _far(self, evidence: Evidence) -> str:
-        found, parts = evidence.found, []
+        found = evidence.found
+        parts = []
         if evidence.loss is not None:
             perplexity = summary.perplexity(evidence.loss)
             parts.append(f"perplexity {summary.number(perplexity)}")

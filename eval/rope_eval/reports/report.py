@@ -8,7 +8,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,8 @@ class Report(Advice):
     @cached_property
     def essentials(self) -> list[str]:
         """Conditions to quote with every number: settings, tasks, versions."""
-        settings, identity = self.plan.settings, next(iter(self.plan.identities.values()))
+        settings = self.plan.settings
+        identity = next(iter(self.plan.identities.values()))
         rows = [f"{s.served_model_name} served at {s.url}" for s in settings.servers]
         if rows:
             rows.append(f"prompts by {settings.api}")
@@ -118,7 +119,8 @@ class Report(Advice):
         """Return all tables in Markdown, to paste into a model card."""
         parts = []
         for section in self.sections:
-            name, definition = in_markdown(section.name), in_markdown(section.sentences[0])
+            name = in_markdown(section.name)
+            definition = in_markdown(section.sentences[0])
             parts += [f"### {name}", section.tables[0].markdown(), f"{definition}."]
         if self.recommendations:
             parts.append("\n".join(f"* {in_markdown(one)}" for one in self.recommendations))
@@ -137,15 +139,22 @@ class Report(Advice):
                 for place, name, content in pictures
                 if place == one.name
             ]
-            sections.append(Section(one.name, (f"{one.sentences[0]}. {told}",), one.tables, shown))
+            sections.append(
+                Section(
+                    name=one.name,
+                    sentences=(f"{one.sentences[0]}. {told}",),
+                    tables=one.tables,
+                    pictures=shown,
+                )
+            )
         data = self.to_json()
         settings = {name: data[name] for name in ("settings", "systems", "tasks", "identities")}
         notes = [f"Note: {note}." for note in self.notes]
         return page.render(
             self.title,
-            self.recommendations,
-            notes,
-            sections,
+            sentences=self.recommendations,
+            notes=notes,
+            sections=sections,
             settings=dump(settings),
             essentials=self.essentials,
             next_lines=self.next_lines,
@@ -189,7 +198,8 @@ class Report(Advice):
         }
 
     def _suite(self, suite: str, system: str) -> dict[str, Any]:
-        lengths, name = self.plan.lengths, self.threshold(suite)
+        lengths = self.plan.lengths
+        name = self.threshold(suite)
         found: dict[str, Any] = {
             "average": {str(n): _numbers(self.average(suite, system, n)) for n in lengths}
         }
@@ -203,9 +213,11 @@ class Report(Advice):
         asked = {task.name: task_options(task) for task in self.plan.tasks}
         names = dict.fromkeys(name for values in asked.values() for name in values)
         systems = {system.name: system for system in self.plan.systems}
-        settings, rows = self.plan.settings, []
+        settings = self.plan.settings
+        rows = []
         for place, value in self.estimates.items():
-            system, own = systems[place[1]], asked[place[0]]
+            system = systems[place[1]]
+            own = asked[place[0]]
             more = {"model": system.model, "method": system.method, "options": system.options}
             more |= {"trained_length": system.trained, "seed": settings.seed}
             more |= {"dtype": settings.dtype} | {name: own.get(name) for name in names}
@@ -222,26 +234,29 @@ class Report(Advice):
     def _draw(self) -> Iterator[tuple[str, str, bytes]]:
         """Yield (task or suite, name, PNG) of every plot."""
         trained = {system.name: system.trained for system in self.plan.systems}
-        rates, draw = {}, figures.draw_lines
+        rates = {}
+        draw_losses = partial(figures.draw_lines, kind="loss")
+        draw_rates = partial(figures.draw_lines, kind="rate")
         for task in self.plan.tasks:
             title = f"{self._names}: {task.name}"
             part = {p[1:]: e for p, e in self.estimates.items() if p[0] == task.name}
             if task.kind == "rate":
                 rates[task.name] = part
                 if bins := {p[1:]: e for p, e in self.by_depth.items() if p[0] == task.name}:
-                    png = _png(figures.draw_depths, bins, trained, f"{title}, % found")
-                    yield task.name, task.name, png
+                    draw_depths = partial(figures.draw_depths, title=f"{title}, % found")
+                    yield task.name, task.name, _png(draw_depths, bins, trained)
                 continue
             panels = {f"{title} by length": part}
-            yield task.name, task.name, _png(draw, panels, "loss", trained)
+            yield task.name, task.name, _png(draw_losses, panels, trained)
         if rates:
             where = next(iter([*self.suites, *rates]))
-            yield where, "rates", _png(draw, rates, "rate", trained)
+            yield where, "rates", _png(draw_rates, rates, trained)
 
 
-def _png(draw: Callable[..., None], *given: Any) -> bytes:
+def _png(draw: Callable[..., None], estimates: Mapping, trained: Mapping[str, int]) -> bytes:
+    """Return what ``draw`` saves to a file, of estimates and of trained lengths by system."""
     file = io.BytesIO()
-    draw(file, *given)
+    draw(file, estimates, trained=trained)
     return file.getvalue()
 
 
@@ -292,7 +307,8 @@ def _sections(results: Results) -> Iterator[Section]:
     """Yield sections for suites and tasks; the first sentence defines the numbers."""
     for suite in results.suites:
         yield Section(suite, (_suite_definition(results, suite),), [_suite_table(results, suite)])
-    questions, models = results.plan.questions, results.plan.settings.models
+    questions = results.plan.questions
+    models = results.plan.settings.models
     for task in results.plan.tasks:
         definition = "; ".join(sorted({questions[m, task.name].definition for m in models}))
         tables = [_task_table(results, task), *_difference_tables(results, task)]
@@ -300,7 +316,8 @@ def _sections(results: Results) -> Iterator[Section]:
 
 
 def _suite_definition(results: Results, suite: str) -> str:
-    tasks, name = results.suites[suite], results.threshold(suite)
+    tasks = results.suites[suite]
+    name = results.threshold(suite)
     size = tasks[0].suite_size
     some = "" if name is None or len(tasks) == size else f" of {size}"
     parts = [f"mean of {len(tasks)}{some} tasks, each counting alike"]
@@ -314,7 +331,8 @@ def _suite_definition(results: Results, suite: str) -> str:
 
 
 def _suite_table(results: Results, suite: str) -> Table:
-    lengths, name = results.plan.lengths, results.threshold(suite)
+    lengths = results.plan.lengths
+    name = results.threshold(suite)
     rows = []
     for system in results.plan.systems:
         values = [percent(results.average(suite, system.name, n), 1) for n in lengths]
@@ -328,14 +346,16 @@ def _suite_table(results: Results, suite: str) -> Table:
 
 def _task_table(results: Results, task: Task) -> Table:
     """Build a table with systems as rows; columns: cost within the trained length, then lengths."""
-    systems, lengths = results.plan.systems, results.plan.lengths
+    systems = results.plan.systems
+    lengths = results.plan.lengths
     trained = {system.trained for system in systems}
     references = sorted({n for n in map(results.reference, systems) if n is not None})
     header = ["method", *(f"{n} tokens{' (trained)' * (n in trained)}" for n in lengths)]
     if references:
         unit = "%" if task.kind == "loss" else "points"
         header.insert(1, f"cost at {' / '.join(map(str, references))}, {unit} (+: worse)")
-    rows, compared = [], 0
+    rows = []
+    compared = 0
     for system in systems:
         cost = results.costs.get((task.name, system.name))
         compared += cost is not None
@@ -344,7 +364,7 @@ def _task_table(results: Results, task: Task) -> Table:
         cells += [Cell(shown(value, task.kind)) for value in values]
         rows.append(Row(tuple(cells), system.method == UNPATCHED))
     words = (f"Cost: {_chance(compared)}",) if compared else ()
-    return Table("", tuple(header), tuple(rows), words)
+    return Table(title="", header=tuple(header), rows=tuple(rows), sentences=words)
 
 
 def _difference_tables(results: Results, task: Task) -> Iterator[Table]:
@@ -364,7 +384,9 @@ def _difference_tables(results: Results, task: Task) -> Iterator[Table]:
             for one in names[:-1]
         ]
         title = f"Row less column on identical cases, {where} ({unit})"
-        yield Table(title, ("", *names[1:]), tuple(rows), (BOLD, _chance(count)))
+        yield Table(
+            title=title, header=("", *names[1:]), rows=tuple(rows), sentences=(BOLD, _chance(count))
+        )
 
 
 def _gap(gap: Estimate | None) -> Cell:

@@ -57,13 +57,13 @@ class Results:
     @cached_property
     def estimates(self) -> dict[tuple[str, str, int], Estimate]:
         """Estimates by (task, system, length)."""
-        return {
-            place: estimate(self.places[place], task.kind)
-            for task in self.plan.tasks
-            for system in self.plan.systems
-            for length in self.plan.lengths
-            for place in [(task.name, system.name, length)]
-        }
+        estimates = {}
+        for task in self.plan.tasks:
+            for system in self.plan.systems:
+                for length in self.plan.lengths:
+                    place = (task.name, system.name, length)
+                    estimates[place] = estimate(self.places[place], task.kind)
+        return estimates
 
     @cached_property
     def by_depth(self) -> dict[tuple[str, str, int, int | None], Estimate]:
@@ -145,22 +145,24 @@ class Results:
     @cached_property
     def trainings(self) -> list[tuple[System, System]]:
         """The systems before and after training an adapter, for each model measured so."""
+        trained = [system for system in self.plan.systems if system.adapted]
         return [
             (before, after)
             for before in self.plan.systems
-            for after in self.plan.systems
-            if after.adapted and not before.adapted
-            if (before.model, before.method) == (after.model, after.method)
+            for after in trained
+            if not before.adapted and (before.model, before.method) == (after.model, after.method)
         ]
 
     def training(self, before: System, after: System) -> str:
         """Describe what training changed beyond and within the trained length."""
-        trained, lengths = after.trained, self.plan.lengths
+        trained = after.trained
+        lengths = self.plan.lengths
         parts = {f"beyond {trained} tokens": [n for n in lengths if n > trained]}
         for length in [n for n in lengths if n <= trained][-1:]:
             parts[f"at {length} tokens"] = [length]
 
-        pair, said = (after.name, before.name), []
+        pair = (after.name, before.name)
+        said = []
         for where, some in parts.items():
             if some:
                 changes = (_said(t, self._gap(t, pair, some)) for t in self.plan.tasks)
@@ -169,7 +171,8 @@ class Results:
 
     @cached_property
     def warnings(self) -> list[str]:
-        low, notes = [], []
+        low = []
+        notes = []
         for system in self.plan.systems:
             length = self.reference(system)
             found = self.estimates.get(("passkey", system.name, length or 0))

@@ -30,7 +30,7 @@ class Estimate:
 
 def _estimate(value: float, ends: Sequence[float] | None, count: int, note: str) -> Estimate:
     low, high = ends or (None, None)
-    return Estimate(value, low, high, count, "" if ends else note)
+    return Estimate(value=value, low=low, high=high, count=count, note="" if ends else note)
 
 
 def estimate_perplexity(
@@ -39,11 +39,11 @@ def estimate_perplexity(
     """Compute the perplexity of documents with these mean losses (nats), weighted by tokens."""
     mean = weighted_mean(losses, weights)
     if not math.isfinite(mean):
-        return Estimate(math.inf, math.inf, math.inf, len(losses))
+        return Estimate(value=math.inf, low=math.inf, high=math.inf, count=len(losses))
     # No perplexity is below 1.
     ends = mean_interval(losses, weights)
     ends = ends and [perplexity(max(0.0, end)) for end in ends]
-    return _estimate(perplexity(mean), ends, len(losses), TOO_FEW)
+    return _estimate(perplexity(mean), ends=ends, count=len(losses), note=TOO_FEW)
 
 
 def estimate_rate(passes: Sequence[float]) -> Estimate:
@@ -64,6 +64,7 @@ def by_document(outcomes: Sequence[Outcome]) -> tuple[list[float], list[int]]:
     losses: dict[int, float] = defaultdict(float)
     tokens: dict[int, int] = defaultdict(int)
     for outcome in outcomes:
+        # Weighted by tokens: the mean of means of windows is not the mean over tokens.
         losses[outcome.group] += outcome.value * outcome.tokens
         tokens[outcome.group] += outcome.tokens
     return [losses[group] / tokens[group] for group in losses], list(tokens.values())
@@ -92,10 +93,11 @@ def loss_difference(
     if not all(map(math.isfinite, (*one, *other))):
         return None
     gaps = [x - y for x, y in zip(one, other, strict=True)]
+    # A difference of losses is the logarithm of the ratio of perplexities.
     value = perplexity(weighted_mean(gaps, weights)) - 1
     ends = mean_interval(gaps, weights, confidence)
     ends = ends and [perplexity(end) - 1 for end in ends]
-    return _estimate(value, ends, len(gaps), TOO_FEW)
+    return _estimate(value, ends, count=len(gaps), note=TOO_FEW)
 
 
 def rate_difference(
@@ -103,7 +105,9 @@ def rate_difference(
 ) -> Estimate:
     """Return the difference of two rates on the same trials."""
     gap = math.fsum(one) / len(one) - math.fsum(other) / len(other)
-    return _estimate(gap, paired_rates(one, other, confidence), len(one), TOO_FEW_PROMPTS)
+    return _estimate(
+        gap, ends=paired_rates(one, other, confidence), count=len(one), note=TOO_FEW_PROMPTS
+    )
 
 
 def is_clear(gap: Estimate | None) -> bool:

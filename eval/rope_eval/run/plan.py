@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,9 +24,11 @@ from rope_ext.errors import MeasureError, RopeExtError
 from rope_ext.methods import method_class
 from rope_ext.saving import checkpoints as models
 
-BEFORE_TRAINING, TRAINED = ", before training", ", trained"
-"""Label suffix of an adapter's method if it is measured without and with the adapter's weights."""
-RESULTS, PAGE = "results.json", "report.html"
+# Label suffixes of an adapter's method if it is measured without and with the adapter's weights.
+BEFORE_TRAINING = ", before training"
+TRAINED = ", trained"
+RESULTS = "results.json"
+PAGE = "report.html"
 TABLES = ("cells.csv", "table.md")
 
 
@@ -84,6 +86,7 @@ class Plan:
         """Return the forwards of ``system``, longest first; rows of a batch are similar."""
         groups: dict[tuple, list[Case]] = {}
         for case in sorted(self.cases(system), key=lambda case: (-case.length, -case.tokens)):
+            # Rows that are generated together write up to the same number of tokens.
             written = case.count if case.mode == "write" else None
             groups.setdefault((case.length, case.task, case.mode, written), []).append(case)
         batches = []
@@ -108,6 +111,7 @@ class Plan:
         return [
             batch
             for batch in self.batches(system)
+            # The whole batch: how rows are put together changes rounding, and so what is measured.
             if any(system.key(case) not in self.stored for case in batch)
         ]
 
@@ -133,9 +137,13 @@ def rows_per_forward(settings: Settings, length: int) -> int:
 def prepare(settings: Settings, tasks: Sequence[Task]) -> Plan:
     """Check the settings, choose texts and prompts; the weights are not touched."""
     _check(settings)
-    names = tuple(name for name in settings.methods if name != BEFORE)
-    given = (settings.factor, settings.options, settings.adapter, settings.force)
-    methods = checked_methods(names, *given)
+    methods = checked_methods(
+        tuple(name for name in settings.methods if name != BEFORE),
+        factor=settings.factor,
+        options=settings.options,
+        adapter=settings.adapter,
+        force=settings.force,
+    )
     parts = _parts(tasks, settings)
     embeds = any(task.embeds for task in parts)
     require_free(settings)
@@ -147,40 +155,78 @@ def prepare(settings: Settings, tasks: Sequence[Task]) -> Plan:
         for model, config in configs.items():
             models.require_causal(model, config)
     asked = tuple(sorted(set(settings.lengths)))
-    lengths = tuple(sorted({*asked, *(n for n in trained.values() if n < max(asked))}))
-    notes = list(beyond(methods, asked, trained, settings.force))
-    notes += [] if settings.url else saved_otherwise(configs)
-    frames = {
-        model: replace(
-            Frame.from_tokenizer(models.load_tokenizer(model), settings.chat), model=model
-        )
-        for model in settings.models
-    }
+    notes = list(beyond(methods, lengths=asked, trained=trained, force=settings.force))
+    if not settings.url:
+        notes += saved_otherwise(configs)
+    frames = {model: _frame(model, settings) for model in settings.models}
+    chosen = _chosen(frames, parts, asked, trained=trained.values(), seed=settings.seed)
+    lengths = chosen.lengths
+    notes += chosen.notes
+    identities = _identities(settings, configs, trained)
+    systems = list(_systems(settings, methods, configs, identities=identities))
+    if embeds:
+        systems = [one for system in systems for one in _with_cut(system, max(lengths))]
+    prompted = any(task.kind == "rate" for task in parts) and not embeds
+    chat = {model: frame.around is not None for model, frame in frames.items()} if prompted else {}
+    return Plan(
+        settings=settings,
+        tasks=parts,
+        lengths=lengths,
+        systems=tuple(systems),
+        questions=chosen.questions,
+        identities=identities,
+        notes=tuple(dict.fromkeys(notes)),
+        chat=chat,
+    )
 
-    def questions(lengths: tuple[int, ...]) -> dict[tuple[str, str], Questions]:
-        return {
-            (model, task.name): task.questions(frame, lengths, settings.seed)
-            for model, frame in frames.items()
-            for task in parts
-        }
 
+def _frame(model: str, settings: Settings) -> Frame:
+    """Return how prompts of a model begin and end, with its tokenizer."""
+    frame = Frame.from_tokenizer(models.load_tokenizer(model), settings.chat)
+    return replace(frame, model=model)
+
+
+class _Chosen(NamedTuple):
+    """Texts and prompts by model and task, their lengths in tokens, and notes about them."""
+
+    questions: dict[tuple[str, str], Questions]
+    lengths: tuple[int, ...]
+    notes: list[str]
+
+
+def _chosen(
+    frames: Mapping[str, Frame],
+    tasks: Sequence[Task],
+    asked: tuple[int, ...],
+    trained: Iterable[int],
+    seed: int,
+) -> _Chosen:
+    """Choose texts and prompts of the lengths asked for, and of shorter trained lengths."""
+    lengths = tuple(sorted({*asked, *(length for length in trained if length < max(asked))}))
+    notes = []
     try:
-        chosen = questions(lengths)
+        questions = _questions(frames, tasks, lengths, seed=seed)
     except RopeExtError as error:
         if lengths == asked:
             raise
         # The trained length was added by us: drop it if a prompt does not fit.
-        chosen, lengths = questions(asked), asked
+        lengths = asked
+        questions = _questions(frames, tasks, lengths, seed=seed)
         notes.append(f"the cost within the trained length is not measured ({error})")
-    notes += [note for built in chosen.values() for note in built.notes]
-    identities = _identities(settings, configs, trained)
-    systems = tuple(_systems(settings, methods, configs, identities))
-    if embeds:
-        systems = tuple(one for system in systems for one in _with_cut(system, max(lengths)))
-    prompted = any(task.kind == "rate" for task in parts) and not embeds
-    chat = {model: frame.around is not None for model, frame in frames.items()} if prompted else {}
-    notes = tuple(dict.fromkeys(notes))
-    return Plan(settings, parts, lengths, systems, chosen, identities, notes, chat)
+    for one in questions.values():
+        notes += one.notes
+    return _Chosen(questions, lengths, notes)
+
+
+def _questions(
+    frames: Mapping[str, Frame], tasks: Sequence[Task], lengths: tuple[int, ...], seed: int
+) -> dict[tuple[str, str], Questions]:
+    """Choose texts and prompts of these lengths in tokens, by model and task."""
+    return {
+        (model, task.name): task.questions(frame, lengths, seed)
+        for model, frame in frames.items()
+        for task in tasks
+    }
 
 
 def _read(model: str, settings: Settings) -> tuple[Any, int]:
@@ -200,7 +246,8 @@ def _check(settings: Settings) -> None:
     models.require_attention(settings.attn)
     require_seed(settings.seed)
     models.resolve_device(settings.device)
-    several, adapter = len(set(settings.models)) < len(settings.models), ADAPTER in settings.methods
+    several = len(set(settings.models)) < len(settings.models)
+    adapter = ADAPTER in settings.methods
     refuse(
         (not settings.models and not settings.url, "no model is given; give a directory, Hub ID or "
          ".gguf file first"),
@@ -215,6 +262,7 @@ def _check(settings: Settings) -> None:
 
 
 def _parts(tasks: Sequence[Task], settings: Settings) -> tuple[Task, ...]:
+    """Return the parts of all tasks; raises OptionError for tasks that exclude each other."""
     parts = tuple(part for task in tasks for part in task.parts(settings))
     names = [task.name for task in parts]
     twice = [name for name in names if names.count(name) > 1]
@@ -263,13 +311,26 @@ def _systems(
 ) -> Iterator[System]:
     """Yield systems: each model unpatched and with each method; each server is one system."""
     for server in settings.servers:
-        model, name = settings.models[0], server.label
+        model = settings.models[0]
+        name = server.label
         identity = {**identities[model], "url": server.url, "served_as": server.served_model_name}
-        key, trained = digest(identity, UNPATCHED, {}), identity["trained_length"]
-        yield System(name, name, model, UNPATCHED, {}, trained, is_dynamic=False, identity=key)
+        key = digest(identity, UNPATCHED, {})
+        trained = identity["trained_length"]
+        yield System(
+            name=name,
+            label=name,
+            model=model,
+            method=UNPATCHED,
+            options={},
+            trained=trained,
+            is_dynamic=False,
+            identity=key,
+        )
     shorts = list(map(short_name, settings.models))
     for model, short in zip([] if settings.servers else settings.models, shorts, strict=False):
-        first = f"{short if shorts.count(short) == 1 else model} " if len(shorts) > 1 else ""
+        first = ""
+        if len(shorts) > 1:  # by the last part of its path, if no other model has the same
+            first = f"{short if shorts.count(short) == 1 else model} "
         for method, options, adapted, stage in _rows(settings, methods):
             identity = dict(identities[model])
             if not adapted:
@@ -277,7 +338,8 @@ def _systems(
             named = label(method, options, settings.factor) + stage
             dynamic = method != UNPATCHED and built(method, options).is_dynamic
             dynamic = dynamic or models.is_dynamic(configs[model])
-            key, trained = digest(identity, method, options), identity["trained_length"]
+            key = digest(identity, method, options)
+            trained = identity["trained_length"]
             known = (model, method, options, trained, dynamic, key, adapted)
             yield System(first + named, named, *known)
 
@@ -287,7 +349,8 @@ def _with_cut(system: System, longest: int) -> Iterator[System]:
     yield system
     if system.method == UNPATCHED and longest > system.trained:
         stage = f", cut at {system.trained} tokens"
-        name, label = system.name + stage, system.label + stage
+        name = system.name + stage
+        label = system.label + stage
         yield replace(system, name=name, label=label, cut=system.trained)
 
 

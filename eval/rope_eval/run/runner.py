@@ -61,7 +61,7 @@ class Ranks:
     def join(cls, device: str) -> Ranks:
         """Find this process among those that ``accelerate launch`` or ``torchrun`` started."""
         if world_size() < 2:
-            return cls(0, 1, device, lambda: None)
+            return cls(rank=0, count=1, device=device, wait=lambda: None)
         from accelerate import PartialState
 
         # A process may finish long before others: the default timeout would abort the run.
@@ -73,9 +73,15 @@ class Ranks:
                 f"them on {state.device}; launch one, or give --device cpu"
             )
         chosen = str(state.device) if device == "auto" else device
-        return cls(state.process_index, state.num_processes, chosen, state.wait_for_everyone)
+        return cls(
+            rank=state.process_index,
+            count=state.num_processes,
+            device=chosen,
+            wait=state.wait_for_everyone,
+        )
 
     def share(self, batches: Sequence[Any]) -> list[Any]:
+        # Interleaved: the longest come first, and every process gets some of them.
         return list(batches[self.rank :: self.count])
 
 
@@ -101,7 +107,7 @@ def run(
             path.unlink()
     ranks.wait()
     begin(sum(_work(batch) for batches in work.values() for batch in batches))
-    _measure(plan, ranks, work, done, advance)
+    _measure(plan, ranks, work, done=done, advance=advance)
     ranks.wait()
     return None if ranks.rank else _merged(plan, done)
 
@@ -119,26 +125,19 @@ def _measure(
     log = case_log(settings.output / log_name(ranks.rank))
     log.open()
 
-    def note(outcomes: Iterable[Outcome]) -> None:
+    def record(outcomes: Iterable[Outcome]) -> None:
         for outcome in outcomes:
             if outcome.key not in done:
                 log.add(outcome.to_line())
                 done[outcome.key] = outcome
 
+    # Systems of a model are adjacent, so that it is loaded once.
     for name, systems in groupby(plan.systems, key=lambda system: system.model):
         # Every process asks about the same systems, so that all know the same refusals.
         systems = [system for system in systems if harness or plan.left(system)]
         if not systems:
             continue
-        if settings.url:
-            runner = Served(name, settings)
-        else:
-            how = (settings.dtype, ranks.device, settings.attn)
-            in_blocks()
-            if any(task.embeds for task in plan.tasks):
-                runner = EmbeddingRunner(models.load_embedder(name, *how), name, settings)
-            else:
-                runner = Runner(models.load_model(name, *how, settings.adapter), name, settings)
+        runner = _runner(plan, name, ranks.device)
         for system in systems:  # report methods that cannot be applied before measuring
             if _refused(plan, runner, system):
                 advance(sum(map(_work, work[system])))
@@ -147,24 +146,53 @@ def _measure(
                 continue
             with runner.applied(system):
                 for results in runner.results(system, work[system]):
-                    note(_outcome(system, case, result) for case, result in results)
+                    record(_outcome(system, case, result) for case, result in results)
                     advance(_work([case for case, _ in results]))
+                # lm-evaluation-harness makes its own batches; they are not shared.
                 if harness and ranks.rank == 0:
-                    found = list(_harnessed(plan, runner, system, harness))
+                    found = list(_harnessed(plan, runner, system, tasks=harness))
                     plan.harness[system.name] = [outcome.key for outcome in found]
-                    note(found)
+                    record(found)
         del runner  # free it before loading the next one
+
+
+def _runner(plan: Plan, name: str, device: str) -> Runner | EmbeddingRunner | Served:
+    """Load a model, or return what asks its server."""
+    settings = plan.settings
+    if settings.url:
+        return Served(name, settings)
+    in_blocks()
+    if any(task.embeds for task in plan.tasks):
+        model = models.load_embedder(name, settings.dtype, device, attn=settings.attn)
+        return EmbeddingRunner(model, name, settings)
+    model = models.load_model(
+        name,
+        dtype=settings.dtype,
+        device=device,
+        attn=settings.attn,
+        adapter=settings.adapter,
+    )
+    return Runner(model, name, settings)
 
 
 def _harnessed(
     plan: Plan, runner: Any, system: System, tasks: Sequence[HarnessTask]
 ) -> Iterator[Outcome]:
-    size, settings = plan.settings.batch_size, plan.settings
+    """Yield what lm-evaluation-harness measures at each length of the plan."""
+    size = plan.settings.batch_size
+    settings = plan.settings
     for length in plan.lengths:
         window = {"pretrained": runner.model, "tokenizer": runner.tokenizer, "max_length": length}
         window["batch_size"] = size or max(1, automatic_tokens(settings) // length)
         cache = settings.output / HIDDEN / "harness"
-        yield from outcomes(tasks, window, plan.chat[system.model], settings.seed, cache, system)
+        yield from outcomes(
+            tasks,
+            window,
+            chat=plan.chat[system.model],
+            seed=settings.seed,
+            cache=cache,
+            system=system,
+        )
 
 
 def _refused(plan: Plan, runner: Loaded | Served, system: System) -> bool:
@@ -191,6 +219,7 @@ def _merged(plan: Plan, done: dict[str, Outcome]) -> list[Outcome]:
     done |= read_outcomes(logs)
     outcomes = plan.collect(done)
     ours = {outcome.key: outcome for outcome in outcomes if outcome.key in done}
+    # Of other settings, which another run may resume.
     others = [outcome for key, outcome in plan.stored.items() if key not in ours]
     path = plan.settings.output / LOG
     with writing(path, "make room; --resume keeps what is finished"):
@@ -223,7 +252,9 @@ class Loaded:
     """One loaded model, which a system patches for as long as it is measured."""
 
     def __init__(self, model: Any, name: str, settings: Settings) -> None:
-        self.model, self.name, self.settings = model, name, settings
+        self.model = model
+        self.name = name
+        self.settings = settings
 
     def require_runs(self, largest: int, short: Callable[[], Any]) -> None:
         """Raise MeasureError if the model lacks the token ``largest``, or fails on any text.
@@ -244,14 +275,23 @@ class Loaded:
     @contextmanager
     def applied(self, system: System) -> Iterator[None]:
         """Patch the model with a system's method, with or without its adapter."""
-        compose, length = self.settings.compose, self.settings.trained_length
+        compose = self.settings.compose
+        length = self.settings.trained_length
         with ExitStack() as stack:
             if self.settings.adapter and not system.adapted:
                 stack.enter_context(self.model.disable_adapter())
             if system.method != UNPATCHED:
                 stack.enter_context(
-                    under(self.model, system.method, system.options, compose, length)
+                    under(
+                        self.model,
+                        name=system.method,
+                        options=system.options,
+                        compose=compose,
+                        trained_length=length,
+                    )
                 )
+                # Patching draws new values for learned parameters; those of the adapter replace
+                # them.
                 if system.adapted and self.settings.adapter is not None:
                     models.load_learned(self.model, self.settings.adapter)
             yield
@@ -280,7 +320,7 @@ class Runner(Loaded):
     ) -> Iterator[list[tuple[Case, Result]]]:
         for batch in batches:
             if system.is_dynamic:  # resets the longest length seen by transformers' dynamic scaling
-                score(self.model, [[self.pad] * 2], 1, self.pad)
+                score(self.model, rows=[[self.pad] * 2], tail=1, pad=self.pad)
             yield list(zip(batch, self.measure(batch), strict=True))
 
     def measure(self, batch: Sequence[Case]) -> list[Result]:
@@ -289,7 +329,7 @@ class Runner(Loaded):
             return self._written(batch) if batch[0].mode == "write" else self._scored(batch)
         except Exception as error:
             if not _is_out_of_memory(error):
-                short = partial(score, self.model, [[0, 0]], 1, self.pad)
+                short = partial(score, self.model, rows=[[0, 0]], tail=1, pad=self.pad)
                 self.require_runs(max(max(case.ids) for case in batch), short)
                 raise
             if self.settings.batch_size is not None or len(batch) == 1:
@@ -299,7 +339,13 @@ class Runner(Loaded):
         return self.measure(batch[:half]) + self.measure(batch[half:])
 
     def _written(self, batch: Sequence[Case]) -> list[Result]:
-        texts = write(self.model, [case.ids for case in batch], batch[0].count, self.pad, self.eos)
+        texts = write(
+            self.model,
+            rows=[case.ids for case in batch],
+            count=batch[0].count,
+            pad=self.pad,
+            eos=self.eos,
+        )
         decoded = [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in texts]
         return [
             Result(share_found(case, text), len(ids), text)
@@ -308,7 +354,9 @@ class Runner(Loaded):
 
     def _scored(self, batch: Sequence[Case]) -> list[Result]:
         tails = [tail(case) for case in batch]
-        losses, hits = score(self.model, [case.ids for case in batch], max(tails), self.pad)
+        losses, hits = score(
+            self.model, rows=[case.ids for case in batch], tail=max(tails), pad=self.pad
+        )
         results = []
         for row, case in enumerate(batch):
             if case.mode == "argmax":

@@ -90,7 +90,8 @@ class Served:
         self, system: System, batches: Sequence[Sequence[Case]]
     ) -> Iterator[list[tuple[Case, Result]]]:
         """Yield the results of all cases, each as soon as it is available."""
-        cases, failed = [case for batch in batches for case in batch], []
+        cases = [case for batch in batches for case in batch]
+        failed = []
         self._check_context(cases)
         pool = ThreadPoolExecutor(self.settings.concurrency)
         waiting = {pool.submit(self._result, case): case for case in cases}
@@ -193,7 +194,8 @@ class Served:
 
     def _prompt(self, ids: Sequence[int]) -> Any:
         """Return token IDs, or text that the server's tokenizer encodes to these IDs."""
-        ids, start = list(ids), len(beginning(self.tokenizer))  # the server adds it
+        ids = list(ids)
+        start = len(beginning(self.tokenizer))  # the server adds these tokens
         if self.settings.api == "completions":
             return ids
         how = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}

@@ -62,7 +62,8 @@ def _squad(articles: Sequence[Row]) -> tuple[list[AnsweredQuestion], list[str]]:
     """Return answerable questions (distractors are from the same article), and all documents."""
     parts = [article.rows("paragraphs") for article in articles]
     documents = sorted({part.text("context") for article in parts for part in article})
-    number, asked = {text: index for index, text in enumerate(documents)}, []
+    number = {text: index for index, text in enumerate(documents)}
+    asked = []
     for article in parts:
         places = [number[part.text("context")] for part in article]
         for part, own in zip(article, places, strict=True):
@@ -72,7 +73,11 @@ def _squad(articles: Sequence[Row]) -> tuple[list[AnsweredQuestion], list[str]]:
                     answers = tuple(one.text("text") for one in qa.rows("answers"))
                     if not answers:  # an empty answer cannot score
                         raise qa.wrong("answers", "at least one")
-                    asked.append(AnsweredQuestion(qa.text("question"), answers, (own,), near))
+                    asked.append(
+                        AnsweredQuestion(
+                            question=qa.text("question"), answers=answers, needed=(own,), near=near
+                        )
+                    )
     return asked, documents
 
 
@@ -134,7 +139,8 @@ HOPS = (
 
 @cache
 def _towns(count: int) -> list[dict[str, str]]:
-    rng, names = random.Random("towns"), dict[str, None]()
+    rng = random.Random("towns")
+    names = dict[str, None]()
 
     def name(end: str = "") -> str:
         before = len(names)
@@ -144,10 +150,10 @@ def _towns(count: int) -> list[dict[str, str]]:
         return next(reversed(names))
 
     def town() -> dict[str, str]:
-        made = {role: f"{name()} {name('n')}" for role in ("mayor", "founder", "architect")}
-        made |= {"town": name(rng.choice(("ville", "berg", "ton"))), "river": name()}
+        names = {role: f"{name()} {name('n')}" for role in ("mayor", "founder", "architect")}
+        names |= {"town": name(rng.choice(("ville", "berg", "ton"))), "river": name()}
         numbers = {"founded": str(rng.randrange(1102, 1788)), "goods": rng.choice(GOODS)}
-        return made | numbers | {"people": str(rng.randrange(2100, 98000))}
+        return names | numbers | {"people": str(rng.randrange(2100, 98000))}
 
     return [town() for _ in range(count)]
 
@@ -165,7 +171,9 @@ def like_squad(articles: int = 1500) -> list[dict[str, Any]]:
 
 def like_hotpotqa(questions: int = 640) -> list[dict[str, Any]]:
     """Return questions that need two of ten documents, in HotpotQA's distractor format."""
-    rng, towns, data = random.Random("people"), _towns(questions), []
+    rng = random.Random("people")
+    towns = _towns(questions)
+    data = []
 
     def documents(town: dict[str, str]) -> list[tuple[str, list[str]]]:
         texts = {"founder": PERSON, "town": PLACE}
@@ -181,8 +189,8 @@ def like_hotpotqa(questions: int = 640) -> list[dict[str, Any]]:
     return data
 
 
-SQUAD = Source("SQuAD", "squad", _squad, like_squad)
-HOTPOTQA = Source("HotpotQA", "hotpotqa", _hotpotqa, like_hotpotqa)
+SQUAD = Source(name="SQuAD", option="squad", read=_squad, made_up=like_squad)
+HOTPOTQA = Source(name="HotpotQA", option="hotpotqa", read=_hotpotqa, made_up=like_hotpotqa)
 
 
 def read(source: Source, path: str | None) -> tuple[list[AnsweredQuestion], list[str]]:
@@ -232,9 +240,12 @@ class Answering(Prompts):
             )
 
     def prompt(self, frame: Frame, length: int, draw: Draw) -> Case:
-        asked, documents = self._data[0][draw.index], self._data[1]
+        """Build a prompt with the needed documents among as many others as fit, in random order."""
+        asked = self._data[0][draw.index]
+        documents = self._data[1]
         rng = random.Random(f"{self.name}:{draw.number}")
-        seed, near = rng.getrandbits(64), rng.sample(asked.near, len(asked.near))
+        seed = rng.getrandbits(64)
+        near = rng.sample(asked.near, len(asked.near))
         known = {*asked.needed, *asked.near}
         far = [index for index in range(len(documents)) if index not in known]
         rng.shuffle(far)
@@ -249,4 +260,4 @@ class Answering(Prompts):
             return frame.whole(content, LEAD, keep_space=True)[0]
 
         _, ids = self.fill(build, length, len(asked.needed))
-        return self.case(length, draw, ids, asked.answers, AnyOf(asked.answers))
+        return self.case(length, draw, ids, answers=asked.answers, judge=AnyOf(asked.answers))

@@ -75,7 +75,9 @@ def draws(
             rng = random.Random(f"{name}:{seed}:{length}{at}")
             for index in range(trials):
                 depth = (bin + rng.random()) / depths if depths else None
-                yield length, Draw(index, rng.randrange(2**40), depth, bin if depths else None)
+                number = rng.randrange(2**40)
+                drawn = Draw(index=index, number=number, depth=depth, bin=bin if depths else None)
+                yield length, drawn
 
 
 def number_of_prompts(trials: int, depths: int = 0) -> str:
@@ -116,7 +118,7 @@ class Prompts(Task):
         return iter(())
 
     def questions(self, frame: Frame, lengths: Sequence[int], seed: int) -> Questions:
-        found = draws(self.name, lengths, seed, self.trials, self.depths)
+        found = draws(self.name, lengths, seed, trials=self.trials, depths=self.depths)
         cases = [self.prompt(frame, length, draw) for length, draw in found]
         definition = f"{self.about}; {number_of_prompts(self.trials, self.depths)}, exact intervals"
         return Questions(cases, definition, tuple(self.notes(cases)))
@@ -124,7 +126,7 @@ class Prompts(Task):
     def fill(
         self, build: Callable[[int], Any], length: int, least: int = 0, most: int | None = None
     ) -> tuple[int, Any]:
-        return fill(self.name, build, length, self.tokens, least, most)
+        return fill(self.name, build, length, tokens=self.tokens, least=least, most=most)
 
     def case(
         self, length: int, draw: Draw, ids: Any, answers: Sequence[str], judge: Any = None
@@ -146,7 +148,7 @@ def fill(
     most: int | None = None,
 ) -> tuple[int, Any]:
     """Like :func:`longest`, with room for an answer of ``tokens`` tokens."""
-    parts, ids = longest(build, length - tokens, least, most)
+    parts, ids = longest(build, budget=length - tokens, least=least, most=most)
     if len(ids) + tokens > length:
         raise OptionError(
             f"a {name} prompt needs at least {len(ids) + tokens} tokens with this tokenizer, got "
@@ -210,11 +212,11 @@ def unknown(name: str, known: Iterable[str], more: str = "") -> OptionError:
 
 def build(names: Sequence[str], given: Mapping[str, Any]) -> list[Task]:
     """Build the tasks with these names, each with the ``given`` options that it supports."""
-    made = []
+    tasks = []
     for cls in chosen(names):
         known = {one.name for one in option_fields(cls)}
-        made.append(cls(**{name: value for name, value in given.items() if name in known}))
-    return made
+        tasks.append(cls(**{name: value for name, value in given.items() if name in known}))
+    return tasks
 
 
 def answer_tokens(instead_of: str | None = None) -> Any:
@@ -230,7 +232,8 @@ def drawn(of: str = "rows of each data set", default: str = "all") -> Any:
 
 def named_parts(text: str, known: Iterable[str]) -> list[str]:
     """Return the ``known`` names in ``text`` (comma-separated, or ``all``), in its order."""
-    names, known = split(text), list(known)
+    names = split(text)
+    known = list(known)
     for name in names:
         if name not in known and name != "all":
             raise unknown(name, known, ", or all")

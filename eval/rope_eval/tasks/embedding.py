@@ -16,7 +16,7 @@ import random
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import cycle, islice, zip_longest
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -155,6 +155,7 @@ class Retrieval(Task):
         return [sentences(text) for text in texts]
 
     def questions(self, frame: Frame, lengths: Sequence[int], seed: int) -> Questions:
+        """Build the questions of each length, with their candidates."""
         from rope_eval.embedder import Recipe  # imports torch
 
         recipe = Recipe.from_files(frame.model)
@@ -162,7 +163,7 @@ class Retrieval(Task):
         sizes = []
         for length in lengths:
             rng = random.Random(f"{self.name}:{seed}:{length}")
-            found = self._cases(frame, recipe, length, rng)
+            found = self._cases(frame, recipe, length, rng=rng)
             sizes.append(len(found[0].candidates.documents) if found[0].candidates else 0)
             cases += found
         where = {"embedding_passkey": "repeated filler", "embedding_needle": "Python's manual"}
@@ -202,7 +203,7 @@ class Retrieval(Task):
         documents = []
         for document in range(count):
             own = [(at, asked[n].sentence) for n, (d, _, at) in enumerate(places) if d == document]
-            documents.append(self._document(frame, recipe, length, hays[document], own))
+            documents.append(self._document(frame, recipe, length, hay=hays[document], own=own))
         candidates = Candidates(tuple(documents), closing(frame.tokenizer))
         chosen = spread([int(depth * BINS) for _, _, depth in places], self.queries, rng)
         bins = {number: int(places[number][2] * BINS) for number in chosen}
@@ -314,8 +315,11 @@ class Embedding(Task):
             raise OptionError(f"candidates={self.candidates} is not valid; it must be at least 2")
 
     def parts(self, settings: Settings) -> Sequence[Task]:
-        sizes = (self.queries, self.candidates, self.facts)
+        retrieval = partial(
+            Retrieval, queries=self.queries, candidates=self.candidates, facts=self.facts
+        )
         if self.documents:
             texts = tuple(read_texts(self.documents, "--documents"))
-            return [Retrieval("embedding_documents", *sizes, texts, ", ".join(self.documents))]
-        return [Retrieval(f"embedding_{kind}", *sizes) for kind in ("passkey", "needle")]
+            source = ", ".join(self.documents)
+            return [retrieval("embedding_documents", texts=texts, source=source)]
+        return [retrieval(f"embedding_{kind}") for kind in ("passkey", "needle")]

@@ -80,7 +80,7 @@ class Harness(Task):
                 "tasks of lm-evaluation-harness need the model in this process; leave them out "
                 "with --url, or run `lm_eval --model local-completions`"
             )
-        made: dict[str, Task] = {}
+        tasks: dict[str, Task] = {}
         given = {field.name: getattr(self, field.name) for field in fields(Harness)}
         for name in split(self.harness_tasks):
             if not self.manager.match_tasks([name]):
@@ -94,8 +94,8 @@ class Harness(Task):
             suite = name if len(found) > 1 else None
             for own, task in found.items():
                 metric = _mean(own, task)
-                made.setdefault(own, HarnessTask(**given, name=own, metric=metric, suite=suite))
-        return list(made.values())
+                tasks.setdefault(own, HarnessTask(**given, name=own, metric=metric, suite=suite))
+        return list(tasks.values())
 
 
 def _mean(name: str, task: Any) -> str:
@@ -195,15 +195,17 @@ def outcomes(
     from lm_eval.models import huggingface
 
     harness: Any = lm_eval  # its decorators hide types
-    made: Any = huggingface
+    library: Any = huggingface
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # its warnings concern intended behavior
-    length, tokenizer = window["max_length"], window["tokenizer"]
+    length = window["max_length"]
+    tokenizer = window["tokenizer"]
     tokenizer.model_max_length = max(length, tokenizer.model_max_length)
-    first, seeds = tasks[0], ("random", "numpy_random", "torch_random", "fewshot_random")
+    first = tasks[0]
+    seeds = ("random", "numpy_random", "torch_random", "fewshot_random")
     answers = cache / f"{digest(system.identity, length)}.db"
     found = harness.simple_evaluate(
-        _remembering(with_limits(made.HFLM)(**window), answers),
+        _remembering(with_limits(library.HFLM)(**window), answers),
         tasks=[task.name for task in tasks],
         task_manager=first.manager,
         num_fewshot=first.num_fewshot,
@@ -218,7 +220,8 @@ def outcomes(
         for sample in samples:
             if sample["filter"] != samples[0]["filter"]:
                 continue
-            value, number = float(sample[task.metric]), sample["doc_id"]
+            value = float(sample[task.metric])
+            number = sample["doc_id"]
             if not 0 <= value <= 1:
                 raise MeasureError(
                     f"{task.metric} of {task.name} is {value:g}, not within 0 and 1; measure it "
@@ -229,4 +232,4 @@ def outcomes(
             known = {"bin": None, "depth": None, "seed": number, "group": number, "tokens": 1}
             known |= {"prompt": prompt, "answers": (str(sample["target"]),), "value": value}
             known |= {"written": str(sample["filtered_resps"][0])}
-            yield Outcome(key, system.name, task.name, length, **known)
+            yield Outcome(key=key, system=system.name, task=task.name, length=length, **known)

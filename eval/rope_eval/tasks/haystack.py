@@ -66,12 +66,12 @@ def boundary(pieces: Sequence[str], depth: float) -> int:
 
 def insert(pieces: Sequence[str], needles: Sequence[str], places: Sequence[int]) -> list[str]:
     """Insert each needle before the piece at its index."""
-    made: list[str] = []
+    joined: list[str] = []
     start = 0
     for index in sorted(range(len(needles)), key=places.__getitem__):
-        made += [*pieces[start : places[index]], needles[index]]
+        joined += [*pieces[start : places[index]], needles[index]]
         start = places[index]
-    return made + list(pieces[start:])
+    return joined + list(pieces[start:])
 
 
 def read_haystack(sources: Sequence[str]) -> dict[str, Any]:
@@ -118,11 +118,14 @@ class Needles(Prompts):
         if self.haystack == "noise":
             return lambda units: [NOISE] * units
         if self.haystack == "needles":
-            seed, taken = rng.getrandbits(64), list(dict.fromkeys(owner.values()))
+            seed = rng.getrandbits(64)
+            taken = list(dict.fromkeys(owner.values()))
 
             def others(units: int) -> list[str]:
-                keys = distinct(self.key_kind, units, random.Random(seed), taken)
-                values = distinct(self.value_kind, units, random.Random(seed + 1), owner)
+                keys = distinct(self.key_kind, count=units, rng=random.Random(seed), taken=taken)
+                values = distinct(
+                    self.value_kind, count=units, rng=random.Random(seed + 1), taken=owner
+                )
                 return list(map(self._needle, keys[len(taken) :], values[len(owner) :]))
 
             return others
@@ -136,6 +139,7 @@ class Needles(Prompts):
         return NEEDLE.format(kind=self.value_kind, key=key, value=value)
 
     def prompt(self, frame: Frame, length: int, draw: Draw) -> Case:
+        """Build a prompt with all needles in the largest haystack that fits."""
         rng = random.Random(f"{self.name}:{draw.number}")
         keys = distinct(self.key_kind, self.keys, rng)
         values = distinct(self.value_kind, self.keys * self.values, rng)
@@ -163,7 +167,7 @@ class Needles(Prompts):
         # RULER puts needles before distinct lines, so there must be enough lines.
         least = len(needles) if self.ruler and self.haystack != "text" else 0
         _, ids = self.fill(build, length, least)
-        return self.case(length, draw, ids, [one for one in values if owner[one] in asked])
+        return self.case(length, draw, ids, answers=[one for one in values if owner[one] in asked])
 
     def _places(
         self, count: int, depth: float | None, rng: random.Random
@@ -211,6 +215,12 @@ class Needle(Task):
         keys = self.needles + self.distractors
         return [
             Needles(
-                "needle", self.trials, tokens, self.depths, keys=keys, queries=self.needles, **hay
+                name="needle",
+                trials=self.trials,
+                tokens=tokens,
+                depths=self.depths,
+                keys=keys,
+                queries=self.needles,
+                **hay,
             )
         ]

@@ -29,9 +29,11 @@ from rope_eval.tasks.base import Task, answer_tokens, drawn, option, register
 from rope_ext.command.arguments import parse_length
 from rope_ext.errors import MeasureError, OptionError, nearest
 
-OPTION, DEMOS = "--helmet-data", "--helmet-demos"
-SAMPLES, ICL_SAMPLES = 100, 500
-"""Questions that the authors draw of a data set."""
+OPTION = "--helmet-data"
+DEMOS = "--helmet-demos"
+# Questions that the authors draw of a data set.
+SAMPLES = 100
+ICL_SAMPLES = 500
 
 _RULER = (
     "{some} special magic {kind} {are} hidden within the following text. Make sure to memorize it. "
@@ -92,11 +94,21 @@ SETS = {
     "kilt_hotpotqa": Shape("qa", 20),
     "kilt_popqa_3": Shape("qa", 20, "s_pop"),
     "msmarco_rerank_psg": Shape("rank", 200),
-    "icl_trec_coarse": Shape("icl", 20, "coarse_label", 6, (400, 800, 1600, 3300, 6600)),
-    "icl_trec_fine": Shape("icl", 20, "fine_label", 50, (400, 800, 1600, 3200, 6400)),
-    "icl_banking77": Shape("icl", 20, "label", 77, (360, 720, 1450, 2900, 5900)),
-    "icl_clinic150": Shape("icl", 20, "intent", 151, (440, 880, 1750, 3525, 7050)),
-    "icl_nlu": Shape("icl", 20, "label", 68, (510, 1020, 2040, 4080, 8296)),
+    "icl_trec_coarse": Shape(
+        format="icl", tokens=20, field="coarse_label", labels=6, shots=(400, 800, 1600, 3300, 6600)
+    ),
+    "icl_trec_fine": Shape(
+        format="icl", tokens=20, field="fine_label", labels=50, shots=(400, 800, 1600, 3200, 6400)
+    ),
+    "icl_banking77": Shape(
+        format="icl", tokens=20, field="label", labels=77, shots=(360, 720, 1450, 2900, 5900)
+    ),
+    "icl_clinic150": Shape(
+        format="icl", tokens=20, field="intent", labels=151, shots=(440, 880, 1750, 3525, 7050)
+    ),
+    "icl_nlu": Shape(
+        format="icl", tokens=20, field="label", labels=68, shots=(510, 1020, 2040, 4080, 8296)
+    ),
 }
 """The implemented data sets, by the authors' names."""
 
@@ -162,11 +174,11 @@ class Ndcg:
 def ranking(text: str) -> list[str]:
     """Return the longest sequence ``ID > ID > ...`` in a text, without repeated IDs."""
     plain = re.sub(r"[\[\]:]", "", text).lower().replace("id", "")
-    runs = [found[0] for found in re.finditer(r"\d+(?:\s*>\s*\d+)*", plain)]
-    if not runs:
+    rankings = [found[0] for found in re.finditer(r"\d+(?:\s*>\s*\d+)*", plain)]
+    if not rankings:
         return []
-    run = max(runs, key=len)  # the first of the longest
-    return list(dict.fromkeys(name.strip() for name in run.split(">")))
+    longest = max(rankings, key=len)  # the first of the longest
+    return list(dict.fromkeys(name.strip() for name in longest.split(">")))
 
 
 def _gain(grades: Sequence[int]) -> float:
@@ -175,10 +187,19 @@ def _gain(grades: Sequence[int]) -> float:
 
 # Prompts
 
-Made = tuple[dict[str, str], tuple[str, ...], "Callable[[str], float] | None"]
-"""Values for a template, the right answers, and a scorer to use instead of searching for them."""
 Files = Mapping[int | None, Sequence[Row]]
 """Rows by length; None: rows for all other lengths."""
+
+
+class Asked(NamedTuple):
+    """A question: values for a template, and the right answers.
+
+    ``judge`` scores a text instead of a search for the answers.
+    """
+
+    words: dict[str, str]
+    answers: tuple[str, ...]
+    judge: Callable[[str], float] | None = None
 
 
 @dataclass(frozen=True)
@@ -198,13 +219,25 @@ class DataSet(Task):
     shots: int = 2
 
     def questions(self, frame: Frame, lengths: Sequence[int], seed: int) -> Questions:
-        cases, cut = [], dict.fromkeys(lengths, 0)
+        cases = []
+        cut = dict.fromkeys(lengths, 0)
         for length in lengths:
             rows = self.chosen(length, seed)
             for number, row in enumerate(rows):
-                ids, is_cut, answers, judge = self.prompt(frame, row, rows, length, seed)
-                how = ("write", self.tokens, ids, answers)
-                cases.append(Case(self.name, length, number, *how, judge=judge))
+                asked = self.ask(frame, row, rows, length=length, seed=seed)
+                ids, is_cut = self.prompt(frame, asked, length)
+                cases.append(
+                    Case(
+                        task=self.name,
+                        length=length,
+                        seed=number,
+                        mode="write",
+                        count=self.tokens,
+                        ids=ids,
+                        answers=asked.answers,
+                        judge=asked.judge,
+                    )
+                )
                 cut[length] += is_cut
         definition = (
             f"score of HELMET's {self.name.removeprefix('helmet_')}, as its authors compute it; "
@@ -223,7 +256,8 @@ class DataSet(Task):
 
     def chosen(self, length: int, seed: int) -> Sequence[Row]:
         """Sample the same rows as the authors' code with this seed."""
-        rows, kind = self.rows.get(length) or self.rows.get(None), self.shape.format
+        rows = self.rows.get(length) or self.rows.get(None)
+        kind = self.shape.format
         if rows is None:
             raise OptionError(
                 f"no data are given for {self.name} at {length} tokens; give {OPTION} "
@@ -242,44 +276,54 @@ class DataSet(Task):
             return rows
         rows = [rows[place] for place in _shuffled(len(rows), seed)]
         if kind == "icl":
-            return _balanced(rows, self.shape.field, samples, random.Random(seed))
+            return _balanced(rows, self.shape.field, count=samples, rng=random.Random(seed))
         return rows[:samples]
 
-    def prompt(
-        self, frame: Frame, row: Row, rows: Sequence[Row], length: int, seed: int
-    ) -> tuple[array, bool, tuple[str, ...], Any]:
-        """Return a row's tokens, whether it is cut, and its scorer; ``rows``: all questions."""
-        kind, demos = self.shape.format, self.demos.get(length) or self.demos.get(None) or ()
-        template, lead = TEMPLATES[kind]
-        # If the prompt contains the start of the answer, it is scored with the text.
-        begun = "" if frame.around is not None else lead
+    def ask(self, frame: Frame, row: Row, rows: Sequence[Row], length: int, seed: int) -> Asked:
+        """Return the question of a row at a length in tokens; ``rows`` has all questions."""
+        kind = self.shape.format
+        demos = self.demos.get(length) or self.demos.get(None) or ()
+        begun = self._begun(frame)
         if kind == "ruler":
-            words, answers, judge = self._ruler(row)
-        elif kind == "kv":
-            words, answers, judge = self._kv(row, begun)
-        elif kind == "icl":
-            words, answers, judge = self._icl(row, demos, self.shown(length), seed, begun)
-        else:
-            made = self._rank if kind == "rank" else self._qa
-            words, answers, judge = made(row, self._drawn(row, rows, demos), begun)
+            return self._ruler(row)
+        if kind == "kv":
+            return self._kv(row, begun)
+        if kind == "icl":
+            return self._icl(row, demos, shots=self.shown(length), seed=seed, begun=begun)
+        shown = self._drawn(row, rows, demos)
+        return self._rank(row, shown, begun) if kind == "rank" else self._qa(row, shown, begun)
+
+    def _begun(self, frame: Frame) -> str:
+        """The start of the answer, if the prompt contains it; it is scored with the text."""
+        _, lead = TEMPLATES[self.shape.format]
+        return "" if frame.around is not None else lead
+
+    def prompt(self, frame: Frame, asked: Asked, length: int) -> tuple[array, bool]:
+        """Return tokens that fit into ``length`` with the answer, and whether they are cut."""
+        template, _ = TEMPLATES[self.shape.format]
+        words = asked.words
         before, _, after = template.partition("{context}")
-        before, after = before.format(**words), after.format(**words)
-        after += f"\n{begun.format(**words)}" if begun else ""
+        before = before.format(**words)
+        after = after.format(**words)
+        begun = self._begun(frame)
+        if begun:
+            after += f"\n{begun.format(**words)}"
         context = words["context"]
         ids = frame.whole(before + context + after)[0]
         if len(ids) + self.tokens <= length:
-            return ids, False, answers, judge
+            return ids, False
         ends = [0, *_ends(frame.tokenizer, context)]
 
         def build(keep: int) -> array:
             return frame.whole(before + context[: ends[keep]] + after)[0]
 
-        _, ids = base.fill(self.name, build, length, self.tokens, most=len(ends) - 1)
-        return ids, True, answers, judge
+        _, ids = base.fill(self.name, build, length, tokens=self.tokens, most=len(ends) - 1)
+        return ids, True
 
     def _drawn(self, row: Row, rows: Sequence[Row], demos: Sequence[Row]) -> list[Row]:
         """Return the demonstrations of one question: the same in every run."""
-        kind, name = self.shape.format, _key(self.shape.format, row)
+        kind = self.shape.format
+        name = _key(self.shape.format, row)
         if kind == "rank" and len(demos) > 2 * len(rows):
             left_out = {one.key(name) for one in rows}
         else:  # too few to exclude all questions
@@ -300,8 +344,10 @@ class DataSet(Task):
             )
         return list(found.values())
 
-    def _icl(self, row: Row, demos: Sequence[Row], shots: int, seed: int, begun: str) -> Made:
-        field, text, labels = self.shape.field, row.text("text"), self.shape.labels
+    def _icl(self, row: Row, demos: Sequence[Row], shots: int, seed: int, begun: str) -> Asked:
+        field = self.shape.field
+        text = row.text("text")
+        labels = self.shape.labels
         rng = random.Random(f"{text}:{seed}")
         numbers = rng.sample(range(labels), labels)
 
@@ -311,12 +357,13 @@ class DataSet(Task):
                 raise one.wrong(field, f"a label from 0 to {labels - 1}")
             return str(numbers[label])
 
-        shown = _balanced(demos, field, shots, rng)
+        shown = _balanced(demos, field=field, count=shots, rng=rng)
         context = "\n\n".join(f"{one.text('text')}\nlabel: {number(one)}" for one in shown)
         answer = number(row)
-        return {"context": context, "question": text}, (answer,), Label(answer, begun)
+        words = {"context": context, "question": text}
+        return Asked(words, answers=(answer,), judge=Label(answer, begun))
 
-    def _ruler(self, row: Row) -> Made:
+    def _ruler(self, row: Row) -> Asked:
         several = self.name.endswith("mv")
         words = {
             "kind": row.text("type_needle_v"),
@@ -326,9 +373,9 @@ class DataSet(Task):
             "are": "are" if several else "is",
             "are_all": "are all" if several else "is",
         }
-        return words, tuple(row.texts("answer" if "answer" in row else "outputs")), None
+        return Asked(words, answers=tuple(row.texts("answer" if "answer" in row else "outputs")))
 
-    def _kv(self, row: Row, begun: str) -> Made:
+    def _kv(self, row: Row, begun: str) -> Asked:
         pairs = row.value("demos")[: self.shots] if self.shots else []
         if not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
             raise row.wrong("demos", "pairs of a key and a value")
@@ -336,9 +383,9 @@ class DataSet(Task):
         words = {name: row.text(name) for name in ("context", "question")} | {"demos": demos}
         answers = tuple(row.texts("answer"))
         # The line is located by these words even if the prompt uses others.
-        return words, answers, Substring(answers, "corresponding value:", begun)
+        return Asked(words, answers, judge=Substring(answers, "corresponding value:", begun))
 
-    def _qa(self, row: Row, shown: Sequence[Row], begun: str) -> Made:
+    def _qa(self, row: Row, shown: Sequence[Row], begun: str) -> Asked:
         demos = "".join(
             f"{_documents(one)}\n\nQuestion: {one.text('question')}\nAnswer: {answer}\n\n"
             for one in shown
@@ -346,16 +393,16 @@ class DataSet(Task):
         )
         words = {"question": row.text("question"), "context": _documents(row), "demos": demos}
         answers = tuple(row.texts("answers"))
-        return words, answers, Substring(answers, "Answer:", begun)
+        return Asked(words, answers, judge=Substring(answers, "Answer:", begun))
 
-    def _rank(self, row: Row, shown: Sequence[Row], begun: str) -> Made:
+    def _rank(self, row: Row, shown: Sequence[Row], begun: str) -> Asked:
         demos = "".join(
             f"{_documents(one, row)}\n\nQuery: {one.text('query')}\nRanking: {_order(one)}\n\n"
             for one in shown
         )
         words = {"question": row.text("query"), "context": _documents(row, row), "demos": demos}
         grades = tuple((str(one.value("id")), _grade(one)) for one in row.rows("ctxs"))
-        return words, (_order(row),), Ndcg(grades, begun)
+        return Asked(words, answers=(_order(row),), judge=Ndcg(grades, begun))
 
 
 def _ends(tokenizer: Any, text: str) -> list[int]:
@@ -363,8 +410,8 @@ def _ends(tokenizer: Any, text: str) -> list[int]:
         raise MeasureError(
             "only a fast tokenizer can cut a context; give longer --lengths, or another model"
         )
-    made = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    return [end for _, end in made["offset_mapping"]]
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    return [end for _, end in encoded["offset_mapping"]]
 
 
 def _popular(shape: Shape, row: Row) -> bool:
@@ -442,20 +489,31 @@ class Helmet(Task):
     new_tokens: int | None = answer_tokens("as in the benchmark")
 
     def parts(self, settings: Settings) -> Sequence[Task]:
-        demos, data = _read(self.helmet_demos, DEMOS), _read(self.helmet_data, OPTION)
+        demos = _read(self.helmet_demos, DEMOS)
+        data = _read(self.helmet_data, OPTION)
         if not data:
             raise OptionError(
                 f"no data are given; give {OPTION} NAME=FILE with a name of {', '.join(SETS)}"
             )
         tasks = []
         for name, rows in data.items():
-            shape, shown = SETS[name], demos.get(name, {})
+            shape = SETS[name]
+            shown = demos.get(name, {})
             needed = shape.format == "icl" or (shape.format in ("qa", "rank") and self.shots)
             if needed and not (None in shown or rows.keys() <= shown.keys()):
                 zero = "" if shape.format == "icl" else ", or --shots 0"
                 raise OptionError(f"{name} needs demonstrations; give {DEMOS} {name}=FILE{zero}")
-            more = (self.new_tokens or shape.tokens, self.samples, self.shots)
-            tasks.append(DataSet(f"helmet_{name}", shape, rows, shown, *more))
+            tasks.append(
+                DataSet(
+                    name=f"helmet_{name}",
+                    shape=shape,
+                    rows=rows,
+                    demos=shown,
+                    tokens=self.new_tokens or shape.tokens,
+                    samples=self.samples,
+                    shots=self.shots,
+                )
+            )
         return tasks
 
 

@@ -93,9 +93,13 @@ class LongPPL(Segments):
             yield model
             return
         own = {name: given.options[name] for name in names if name in given.options}
-        methods = checked_methods(names, given.factor, own, given.adapter, given.force)
+        methods = checked_methods(
+            names, given.factor, options=own, adapter=given.adapter, force=given.force
+        )
         [(name, values)] = methods.items()
-        with under(model, name, values, given.compose, given.trained_length):
+        with under(
+            model, name, options=values, compose=given.compose, trained_length=given.trained_length
+        ):
             yield model
 
     def questions(self, frame: Frame, lengths: Sequence[int], seed: int) -> Questions:

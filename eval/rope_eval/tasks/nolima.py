@@ -24,7 +24,8 @@ from rope_eval.tasks import base
 from rope_eval.tasks.base import Task, answer_tokens, drawn, option, register
 from rope_ext.errors import MeasureError, OptionError
 
-OPTION, BOOKS = "--nolima-needles", "--nolima-books"
+OPTION = "--nolima-needles"
+BOOKS = "--nolima-books"
 TEMPLATE = (
     "You will answer a question based on the following book snippet:\n\n{haystack}\n\nUse the "
     "information provided in the book snippet to answer the question. Your answer should be short "
@@ -71,22 +72,32 @@ def read_tests(source: str) -> list[Test]:
 
 
 def _tests(row: Row) -> Iterator[Test]:
+    """Yield the questions of a row of the published file, with names filled in."""
     template = row.text("task_template") if "task_template" in row else TEMPLATE
     characters = tuple(row.texts("character_set")) if "character_set" in row else ()
-    questions, tests = row.row("questions"), row.row("tests")
+    questions = row.row("questions")
+    tests = row.row("tests")
     for kind in questions.data:
         for name in tests.data:
             test = tests.row(name)
             values = test.texts("input_args") if test.data.get("input_args") else []
             needle = _filled(row.text("needle"), values)
-            sampled, distractor = "{CHAR}" in needle, None
+            sampled = "{CHAR}" in needle
+            distractor = None
             if sampled and not characters:
                 raise row.wrong("needle", "no {CHAR} without a field character_set")
             if "distractors" in row:
                 distractor = _filled(row.row("distractors").text(kind), values)
             answers = () if sampled else tuple(test.texts("gold_answers"))
             question = _filled(questions.text(kind), values)
-            yield Test(needle, question, template, answers, characters, distractor)
+            yield Test(
+                needle=needle,
+                question=question,
+                template=template,
+                answers=answers,
+                characters=characters,
+                distractor=distractor,
+            )
 
 
 def _filled(text: str, values: Sequence[str]) -> str:
@@ -135,7 +146,9 @@ def distractor_depth(depth: float, tokens: int, rng: random.Random, free: float 
     """Sample a distractor's position, not near the needle or the ends."""
     drawn = rng.uniform(0, max(0, depth - 2 * free) + max(0, 1 - depth - 2 * free))
     if tokens < 500:
-        return 0.7 if depth < 0.6 else 0.6 if depth > 0.75 else 0.5
+        if depth < 0.6:
+            return 0.7
+        return 0.6 if depth > 0.75 else 0.5
     left = max(0, depth - 2 * free)
     return depth + free + drawn - left if drawn > left else drawn + free
 
@@ -168,6 +181,7 @@ class NoLiMa(Task):
         return read_tests(self.nolima_needles), books
 
     def questions(self, frame: Frame, lengths: Sequence[int], seed: int) -> Questions:
+        """Ask every question in every book at evenly spaced depths, or a sample of these."""
         tests, texts = self._read
         books = [Book.from_text(frame.tokenizer, text, name) for name, text in texts]
         depths = range(self.placements)
@@ -176,15 +190,29 @@ class NoLiMa(Task):
             places = sorted(random.Random(f"nolima:{seed}").sample(places, self.samples))
         # Plots by depth show all of them.
         binned = len({depth for *_, depth in places}) == self.placements
-        cases, tokens = [], self.new_tokens or 192
+        cases = []
+        tokens = self.new_tokens or 192
         for length in lengths:
             for number, (book, test, bin) in enumerate(places):
                 rng = random.Random(f"nolima:{seed}:{length}:{book}:{test}:{bin}")
                 depth = bin / max(1, self.placements - 1)
-                ids, answers = self._prompt(frame, books[book], tests[test], length, depth, rng)
-                how = (self.name, length, number, "write", tokens, ids, answers)
-                judge = Gold(answers, self.nolima_metric)
-                cases.append(Case(*how, depth, bin if binned else None, judge=judge))
+                ids, answers = self._prompt(
+                    frame, book=books[book], test=tests[test], length=length, depth=depth, rng=rng
+                )
+                cases.append(
+                    Case(
+                        task=self.name,
+                        length=length,
+                        seed=number,
+                        mode="write",
+                        count=tokens,
+                        ids=ids,
+                        answers=answers,
+                        depth=depth,
+                        bin=bin if binned else None,
+                        judge=Gold(answers, self.nolima_metric),
+                    )
+                )
         definition = (
             f"share of NoLiMa's questions answered ({self.nolima_metric}); {len(places)} of "
             f"{len(tests)} questions in {len(books)} books at {self.placements} depths, lengths of "
@@ -213,4 +241,4 @@ class NoLiMa(Task):
             return frame.whole(asked)[0]
 
         most = max(0, length - tokens - len(build(0)))
-        return base.fill(self.name, build, length, tokens, most=most)[1], answers
+        return base.fill(self.name, build, length, tokens=tokens, most=most)[1], answers

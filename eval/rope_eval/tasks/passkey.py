@@ -39,7 +39,8 @@ FILLER = (
     " There and back again.",
 )
 NEEDLE = " The pass key is {key}. Remember it. {key} is the pass key."
-ASK, LEAD = "\nWhat is the pass key?", " The pass key is"
+ASK = "\nWhat is the pass key?"
+LEAD = " The pass key is"
 QUESTION = ASK + LEAD
 CHAT_ANSWER = 24
 """Tokens decoded of a chat model's answer, which may be a sentence around the key."""
@@ -143,7 +144,7 @@ class PasskeyPrompts:
         ``depth`` is the position of the needle, from 0 (start) to 1 (end); ``seed`` determines the
         key, with ``digits`` digits, or as in the published prompt. Filler is cut at a sentence.
         """
-        key, prompt = self._filled(length, depth, seed, digits)
+        key, prompt = self._filled(length, depth, seed, digits=digits)
         # Only a lead-in makes the key the first number of the answer.
         first = prompt.spelled and not self.words
         return Case(
@@ -165,7 +166,7 @@ class PasskeyPrompts:
         Only for prompts with a lead-in: there, greedy decoding begins with the key exactly if each
         token of the key is the argmax, so the forward scores every token that decides.
         """
-        key, prompt = self._filled(length, depth, seed, digits)
+        key, prompt = self._filled(length, depth, seed, digits=digits)
         if not prompt.spelled:
             raise OptionError(
                 "a chat model words its answer freely, so one forward cannot score it; build "
@@ -173,7 +174,16 @@ class PasskeyPrompts:
             )
         ids = prompt.ids + prompt.spelled
         count = len(prompt.spelled)
-        return Case("passkey", length, seed, "argmax", count, ids, answers=(key,), depth=depth)
+        return Case(
+            task="passkey",
+            length=length,
+            seed=seed,
+            mode="argmax",
+            count=count,
+            ids=ids,
+            answers=(key,),
+            depth=depth,
+        )
 
     def _filled(
         self, length: int, depth: float, seed: int, digits: int | None
@@ -189,7 +199,10 @@ class PasskeyPrompts:
             key = "".join(rng.choice("0123456789") for _ in range(digits))
         tokens = self._answer_tokens(self._prompt(0, depth, key))
         units, _ = fill(
-            "passkey", lambda units: self._prompt(units, depth, key).ids, length, tokens
+            "passkey",
+            build=lambda units: self._prompt(units, depth, key).ids,
+            length=length,
+            tokens=tokens,
         )
         return key, self._prompt(units, depth, key)
 
@@ -208,10 +221,10 @@ class PasskeyPrompts:
             line = "".join(FILLER)
             filler = (line * (units // len(line) + 1)).strip()
             lines = INTRO, filler[:cut], needle.strip(), filler[: units - cut], ASK.strip()
-            return key_prompt(self.frame, "\n".join(lines), key, kind)
+            return key_prompt(self.frame, content="\n".join(lines), answer=key, kind=kind)
         sentences = list(islice(cycle(FILLER), units))
         content = "".join([INTRO, *sentences[:cut], needle, *sentences[cut:], ASK])
-        return key_prompt(self.frame, content, key, kind)
+        return key_prompt(self.frame, content, answer=key, kind=kind)
 
 
 @register
@@ -253,7 +266,9 @@ class Passkey(Task):
         prompts = PasskeyPrompts(frame.tokenizer, frame, words=word, published=published)
         cases = [
             prompts.case(length, draw.depth or 0.0, draw.number, self.digits, draw.bin)
-            for length, draw in draws(self.name, lengths, seed, self.trials, self.depths)
+            for length, draw in draws(
+                self.name, lengths, seed, trials=self.trials, depths=self.depths
+            )
         ]
         grid = f"{number_of_prompts(self.trials, self.depths)}, exact intervals"
         return Questions(cases, f"{about}; {grid}")

@@ -77,8 +77,11 @@ def choose_windows(
     size = max(lengths) - len(bos)
     rng = random.Random(f"windows:{seed}")
     places = _cut(documents, size, rng)
-    joined, texts, ends = len(places) < count and len(documents) > 1, documents, []
+    joined = len(places) < count and len(documents) > 1
+    texts = documents
+    ends = []
     if joined:
+        # As models were trained on documents that are packed into rows.
         gap = [] if eos is None else [eos]
         texts = [[token for ids in documents for token in (*ids, *gap)]]
         places = _cut(texts, size, rng)
@@ -91,7 +94,13 @@ def choose_windows(
     del places[count:]
     chosen = tuple(tuple(texts[number][at : at + size]) for number, at in places)
     numbers = tuple(bisect_left(ends, at + size) if joined else number for number, at in places)
-    return Windows(chosen, tuple(bos), min(SCORED, min(lengths) // 2), joined, numbers)
+    return Windows(
+        texts=chosen,
+        bos=tuple(bos),
+        scored=min(SCORED, min(lengths) // 2),
+        joined=joined,
+        documents=numbers,
+    )
 
 
 def _cut(
@@ -153,7 +162,13 @@ class Segments(Task):
         documents = [encode(frame.tokenizer, text) for text in self._texts]
         eos = frame.tokenizer.eos_token_id
         return choose_windows(
-            documents, lengths, self.windows, beginning(frame.tokenizer), eos, seed, option
+            documents,
+            lengths,
+            count=self.windows,
+            bos=beginning(frame.tokenizer),
+            eos=eos,
+            seed=seed,
+            option=option,
         )
 
     _unscored: ClassVar[int] = 1  # first tokens of a window
@@ -165,9 +180,11 @@ class Segments(Task):
 
         ``keys`` are the positions of tokens to score in each segment; None: all.
         """
-        bos, stride = windows.bos, self.stride or 1
+        bos = windows.bos
+        stride = self.stride or 1
         for length in lengths:
-            size, number = length - len(bos), 0
+            size = length - len(bos)
+            number = 0
             for index, text in enumerate(windows.texts):
                 done = 1 - len(bos)  # the first token has nothing before it
                 end = size
@@ -179,13 +196,19 @@ class Segments(Task):
                     )
                     if keys is None or scored:
                         only = tuple(len(bos) + place - begin for place in scored)
-                        ids, group = bos + text[begin:end], windows.documents[index]
-                        yield self._case(length, number, ids, end - done, group, only=only)
-                    number, done, end = number + 1, end, end + stride
+                        ids = bos + text[begin:end]
+                        group = windows.documents[index]
+                        yield self._case(
+                            length, number, ids, count=end - done, group=group, only=only
+                        )
+                    number += 1
+                    done = end
+                    end += stride
 
     def _notes(
         self, windows: Windows, lengths: Sequence[int], cases: Sequence[Case]
     ) -> Iterator[str]:
+        """Yield what limits the result: joined documents, one document, or few windows."""
         if windows.joined:
             yield (
                 f"too few documents of {max(lengths)} tokens: documents are joined, so that a "
@@ -202,7 +225,16 @@ class Segments(Task):
     def _case(
         self, length: int, number: int, ids: Any, count: int, group: int, **more: Any
     ) -> Case:
-        return Case(self.name, length, number, "loss", count, joined(ids), group=group, **more)
+        return Case(
+            task=self.name,
+            length=length,
+            seed=number,
+            mode="loss",
+            count=count,
+            ids=joined(ids),
+            group=group,
+            **more,
+        )
 
 
 @register
@@ -230,7 +262,8 @@ class Perplexity(Segments):
             )
 
     def questions(self, frame: Frame, lengths: Sequence[int], seed: int) -> Questions:
-        windows, lengths = self.choose(frame, lengths, seed), sorted(lengths)
+        windows = self.choose(frame, lengths, seed)
+        lengths = sorted(lengths)
         plan = {"ending": self._ending, "sliding": self.slide, "start": self._ending}
         cases = list(plan.get(str(self.protocol), self._huggingface)(windows, lengths))
         return Questions(cases, self._define(windows), tuple(self._notes(windows, lengths, cases)))
@@ -240,7 +273,8 @@ class Perplexity(Segments):
         return 0 if self.protocol == "huggingface" else 1
 
     def _define(self, windows: Windows) -> str:
-        count, source = len(windows.texts), ", ".join(map(str, self.text))
+        count = len(windows.texts)
+        source = ", ".join(map(str, self.text))
         source = source or "Python's standard library (held-out files)"
         source = source if self.documents is None else "the given documents"
         segments = f"{count} segment{'s' * (count != 1)} of {source}, intervals over documents"
@@ -263,19 +297,23 @@ class Perplexity(Segments):
     def _ending(self, windows: Windows, lengths: Sequence[int]) -> Iterator[Case]:
         for length in lengths:
             for number, text in enumerate(windows.texts):
-                bos, group = windows.bos, windows.documents[number]
+                bos = windows.bos
+                group = windows.documents[number]
                 if self.protocol == "start":
                     ids = bos + text[: length - len(bos)]
                     count = len(ids) - max(len(bos), 1)
                 else:
-                    ids, count = bos + text[len(bos) - length :], windows.scored
-                yield self._case(length, number, ids, count, group)
+                    ids = bos + text[len(bos) - length :]
+                    count = windows.scored
+                yield self._case(length, number, ids, count=count, group=group)
 
     def _huggingface(self, windows: Windows, lengths: Sequence[int]) -> Iterator[Case]:
+        """Yield windows as transformers' page on perplexity moves them, with its weights."""
         for length in lengths:
             number = 0
             for text, group in zip(windows.texts, windows.documents, strict=True):
-                row, done = windows.bos + text, 0
+                row = windows.bos + text
+                done = 0
                 for begin in range(0, len(row), self.stride or 1):
                     end = min(begin + length, len(row))
                     count = end - max(done, begin + 1)  # the first token has no context
@@ -284,7 +322,10 @@ class Perplexity(Segments):
                     weight = end - done - 1
                     if count and weight:
                         ids = row[begin:end]
-                        yield self._case(length, number, ids, count, group, weight=weight)
-                    number, done = number + 1, end
+                        yield self._case(
+                            length, number, ids, count=count, group=group, weight=weight
+                        )
+                    number += 1
+                    done = end
                     if end == len(row):
                         break

@@ -34,7 +34,8 @@ from rope_eval.tasks.base import (
 from rope_eval.tasks.haystack import NOISE, Needles, insert, read_haystack
 from rope_ext.errors import OptionError
 
-SUITE, SIZE = "RULER", 13
+SUITE = "RULER"
+SIZE = 13
 EXAMPLE_LAYOUT = 42
 """Seed of the chain's positions in the example of ``vt``; 42 is RULER's default seed."""
 
@@ -75,7 +76,8 @@ class VariableTracking(Prompts):
     about: ClassVar[str] = "share of the 5 variables of a chain of assignments in repeated noise"
 
     def prompt(self, frame: Frame, length: int, draw: Draw) -> Case:
-        rng, least = random.Random(f"vt:{draw.number}"), self.hops + 1
+        rng = random.Random(f"vt:{draw.number}")
+        least = self.hops + 1
         # One example for all prompts, as in RULER; only its names and its number change.
         fixed = self._writer(3, random.Random("vt:example"), EXAMPLE_LAYOUT)
         solved = self._writer(3, rng, EXAMPLE_LAYOUT)
@@ -94,7 +96,7 @@ class VariableTracking(Prompts):
         if len(build(least, shown)) + self.tokens > length:
             shown = least  # RULER's example does not fit into such short prompts
         _, ids = self.fill(lambda lines: build(lines, shown), length, least)
-        return self.case(length, draw, ids, asked(least)[2])
+        return self.case(length, draw, ids, answers=asked(least)[2])
 
     def _writer(
         self, letters: int, rng: random.Random, layout: int | None = None
@@ -107,7 +109,8 @@ class VariableTracking(Prompts):
         names: dict[str, None] = {}
         while len(names) <= self.hops:  # ends: 26 ** letters names
             names["".join(rng.choices(string.ascii_uppercase, k=letters))] = None
-        listed, value = list(names), rng.randrange(10000, 99999)
+        listed = list(names)
+        value = rng.randrange(10000, 99999)
         seed = rng.getrandbits(64) if layout is None else layout
         chain = [f"VAR {listed[0]} = {value}"]
         # The space at the end is RULER's.
@@ -136,7 +139,8 @@ class Counts(NamedTuple):
         return f"{self.often} and {self.others} times"
 
 
-MANY, FEW = Counts(30, 3, 40, (10, 3)), Counts(6, 1, 20, (3, 1))
+MANY = Counts(often=30, others=3, words=40, example=(10, 3))
+FEW = Counts(often=6, others=1, words=20, example=(3, 1))
 ROOM = 4096
 """Length in tokens from which RULER uses ``MANY``."""
 
@@ -162,7 +166,8 @@ class CommonWords(Prompts):
     def questions(self, frame: Frame, lengths: Sequence[int], seed: int) -> Questions:
         if self.counts is not None:
             return super().questions(frame, lengths, seed)
-        cases, notes = [], []
+        cases = []
+        notes = []
         many, few = (replace(self, counts=each) for each in (MANY, FEW))
         for length in lengths:
             try:
@@ -179,12 +184,14 @@ class CommonWords(Prompts):
         return Questions(cases, definition, (*notes,))
 
     def prompt(self, frame: Frame, length: int, draw: Draw) -> Case:
-        counts, rng = self.counts or FEW, random.Random(f"cwe:{draw.number}")
+        counts = self.counts or FEW
+        rng = random.Random(f"cwe:{draw.number}")
         seed = rng.getrandbits(64)
         # An entry is a number, a period and a word: at least three tokens.
         most = counts.words + length // (3 * counts.others) + self.common
         words = many_words(most, rng)
-        example, words = words[: counts.words], words[counts.words :]
+        example = words[: counts.words]
+        words = words[counts.words :]
 
         def listed(words: Sequence[str], often: int, seldom: int) -> str:
             entries = [*words[: self.common]] * often + [*words[self.common :]] * seldom
@@ -200,8 +207,8 @@ class CommonWords(Prompts):
             content = solved + listed(words[:different], counts.often, counts.others)
             return frame.whole(content, CWE_LEAD, keep_space=True)[0]
 
-        _, ids = self.fill(build, length, self.common + 1, len(words))
-        return self.case(length, draw, ids, words[: self.common])
+        _, ids = self.fill(build, length, least=self.common + 1, most=len(words))
+        return self.case(length, draw, ids, answers=words[: self.common])
 
 
 def _numbered(words: Sequence[str]) -> str:
@@ -246,7 +253,7 @@ class FrequentWords(Prompts):
         count, ids = self.fill(build, length, least)
         if not clear(count):
             ids = build(next(filter(clear, range(count, least - 1, -1))))
-        return self.case(length, draw, ids, words[1:4])
+        return self.case(length, draw, ids, answers=words[1:4])
 
 
 NIAH: dict[str, dict[str, Any]] = {
@@ -304,4 +311,6 @@ class Ruler(Task):
         names = named_parts(self.ruler_tasks, TASKS)
         files = {"squad": self.squad, "hotpotqa": self.hotpotqa}
         haystack = read_haystack(self.haystack)
-        return [made(name, self.trials, self.new_tokens, haystack, **files) for name in names]
+        return [
+            made(name, self.trials, self.new_tokens, haystack=haystack, **files) for name in names
+        ]

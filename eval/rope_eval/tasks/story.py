@@ -54,12 +54,13 @@ def told(
     rng: random.Random, facts: Sequence[str], pieces: Iterator[str], joint: str
 ) -> tuple[Callable[[int], str], list[float]]:
     """Return a function that inserts facts in order among pieces, and the share before each."""
-    shares, made = sorted(rng.random() for _ in facts), []
+    shares = sorted(rng.random() for _ in facts)
+    units = []
 
     def text(size: int) -> str:
-        made.extend(islice(pieces, max(0, size - len(made))))
+        units.extend(islice(pieces, max(0, size - len(units))))
         places = [int(share * (size + 1)) for share in shares]
-        return joint.join(insert(made[:size], facts, places))
+        return joint.join(insert(units[:size], facts, places))
 
     return text, shares
 
@@ -120,7 +121,8 @@ class Conversation(Prompts):
 
     def prompt(self, frame: Frame, length: int, draw: Draw) -> Case:
         rng = random.Random(f"{self.name}:{draw.number}")
-        form, topic = rng.choice(FORMS), rng.choice(TOPICS)
+        form = rng.choice(FORMS)
+        topic = rng.choice(TOPICS)
         answers: list[str] = []
         for _ in range(100 * self.needles):
             if len(answers) < self.needles and (one := self._answer(rng)) not in answers:
@@ -132,11 +134,13 @@ class Conversation(Prompts):
         asked = rng.randrange(self.needles)
         prefix = "".join(rng.choices(string.ascii_letters + string.digits, k=10))
         turns = [_turn(form, topic, answer) for answer in answers]
-        text, shares = told(rng, turns, self._others(rng, form, topic), "\n\n")
+        text, shares = told(rng, facts=turns, pieces=self._others(rng, form, topic), joint="\n\n")
         words = {"prefix": prefix, "nth": ordinal(asked + 1), "form": form, "topic": topic}
-        end, chat = REPEAT.format(**words), frame.around is not None
+        end = REPEAT.format(**words)
+        chat = frame.around is not None
         lead = "" if chat else "\nAssistant:"
-        answer, draw = prefix + answers[asked], draw._replace(depth=shares[asked])
+        answer = prefix + answers[asked]
+        draw = draw._replace(depth=shares[asked])
         own = 8 + len(encode(frame.tokenizer, answer))
         task = replace(self, tokens=own) if self.roomy else self
         _, ids = task.fill(lambda size: frame.whole(f"{text(size)}\n\n{end}", lead)[0], length)
@@ -177,10 +181,18 @@ class Mrcr(Task):
     new_tokens: int | None = answer_tokens("as many as the words need")
 
     def parts(self, settings: Settings) -> Sequence[Task]:
-        text, roomy = stock(self.haystack), self.new_tokens is None
-        given = (self.trials, 1 if self.new_tokens is None else self.new_tokens, 0, text)
+        text = stock(self.haystack)
         return [
-            Conversation(f"mrcr_{number}", *given, number, self.mrcr_words, roomy)
+            Conversation(
+                name=f"mrcr_{number}",
+                trials=self.trials,
+                tokens=1 if self.new_tokens is None else self.new_tokens,
+                depths=0,
+                text=text,
+                needles=number,
+                words=self.mrcr_words,
+                roomy=self.new_tokens is None,
+            )
             for number in counts(self.mrcr_needles, "mrcr_needles")
         ]
 
@@ -191,7 +203,8 @@ INTRO = (
     "Some names are hidden within the following text. Each leads to another name or to a number. "
     "Memorize where they lead. I will quiz you about them afterwards.\n"
 )
-FACT, END = "{} leads to {}.", "{} leads to the number {}."
+FACT = "{} leads to {}."
+END = "{} leads to the number {}."
 FOLLOW = (
     "\nStart at {} and follow where it leads, from name to name, until you reach a number. "
     "Which number is it?"
@@ -236,12 +249,12 @@ class Chains(Prompts):
             facts += [FACT.format(*pair) for pair in pairwise(own)]
             facts.append(END.format(own[-1], number))
         rng.shuffle(facts)
-        text, _ = told(rng, facts, following(self.text, rng), " ")
+        text, _ = told(rng, facts, pieces=following(self.text, rng), joint=" ")
         ask = FOLLOW.format(names[0])
         lead = "" if frame.around is not None else LEAD.format(names[0])
         _, ids = self.fill(lambda size: frame.whole(INTRO + text(size) + ask, lead)[0], length)
         judge = OnlyEnd(numbers[0], tuple(numbers[1:]))
-        return self.case(length, draw, ids, numbers[:1], judge)
+        return self.case(length, draw, ids, answers=numbers[:1], judge=judge)
 
 
 @register
@@ -258,9 +271,16 @@ class Hops(Task):
     new_tokens: int | None = answer_tokens("32")
 
     def parts(self, settings: Settings) -> Sequence[Task]:
-        tokens = 32 if self.new_tokens is None else self.new_tokens
-        given = (self.trials, tokens, 0, stock(self.haystack))
+        text = stock(self.haystack)
         return [
-            Chains(f"hops_{number}", *given, number, self.chains)
+            Chains(
+                name=f"hops_{number}",
+                trials=self.trials,
+                tokens=32 if self.new_tokens is None else self.new_tokens,
+                depths=0,
+                text=text,
+                hops=number,
+                chains=self.chains,
+            )
             for number in counts(self.hops, "hops")
         ]

@@ -93,7 +93,7 @@ def calibrate(
     """
     given = CalibrationOptions(target_length=target_length, **options)
     rope = fitness.trained_rope(model, given)
-    starts = _starts(model, rope, methods, given)
+    starts = _starts(model, rope, methods, given=given)
     both = [(start, _grid(start, rope, given.options)) for start in starts]
     if resume and output is None:
         raise OptionError("resume=True needs output=FOLDER to resume from")
@@ -101,17 +101,24 @@ def calibrate(
     with nullcontext() if folder is None else lock(folder, option="output"):
         if folder is not None:
             Folder(folder).check([RESULT, PICTURE])
-            require_free(folder, resume, "resume=True", "output")
+            require_free(folder, resume, cure="resume=True", output="output")
         texts = python_library("train") if text is None else fitness.read(text)
-        halves, notes = _halves(tokenizer, texts, rope, given)
+        halves, notes = _halves(tokenizer, texts, rope, given=given)
         fitness.require_tokens(model, halves)
         known = asdict(given) | {
             "model": fitness.fingerprint(model),
             "text": digest([half.rows.windows for half in halves]),
             "methods": [method_to_json(start) for start in starts],
         }
-        trials = fitness.Trials(model, rope, given, folder and folder / LOG, NAME, known)
-        found = _calibrated(trials, given, both, halves, notes)
+        trials = fitness.Trials(
+            model=model,
+            rope=rope,
+            given=given,
+            path=folder and folder / LOG,
+            kind=NAME,
+            settings=known,
+        )
+        found = _calibrated(trials, given, starts=both, halves=halves, notes=notes)
         if folder is not None:
             _keep(found, folder)
     return found
@@ -183,17 +190,27 @@ def _halves(
         f"samples={given.samples} are needed for each of two halves; give more text, or fewer "
         f"samples"
     )
-    target, notes, halves = given.target_length, [], []
-    rows = fitness.windows_of(tokenizer, texts, target, 2 * given.samples, given.seed, cure)
+    target = given.target_length
+    notes = []
+    halves = []
+    rows = fitness.windows_of(
+        tokenizer, texts, length=target, count=2 * given.samples, seed=given.seed, cure=cure
+    )
     if len(set(rows.documents)) < 2:
         notes.append("all windows are from one document: the halves are not of different texts")
-    numbers, first = in_halves(rows.documents), beginning(tokenizer)
+    numbers = in_halves(rows.documents)
+    first = beginning(tokenizer)
     for place, name in enumerate(("choosing", "judging")):
         own = rows.some(i for i, half in enumerate(numbers) if half == place)
         inside = tuple(tuple(cut(window, rope.length, first)) for window in own.windows)
-        seed, lengths = 2 * given.seed + place, (rope.length, target)
+        seed = 2 * given.seed + place
+        lengths = (rope.length, target)
         asked = (lengths, given.prompts, own.windows, seed, given.needle)
-        halves.append(fitness.Sample(name, own, fitness.prompts_of(tokenizer, *asked), inside))
+        halves.append(
+            fitness.Sample(
+                name=name, rows=own, prompts=fitness.prompts_of(tokenizer, *asked), inside=inside
+            )
+        )
     if given.prompts and not halves[0].prompts:
         notes.append(
             f"answers do not count: no prompt fits into the {rope.length} trained tokens (the "
@@ -204,7 +221,8 @@ def _halves(
 
 def cut(window: tuple[int, ...], length: int, first: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
     """Split a window into windows of ``length`` tokens, each with the start token."""
-    text, step = window[len(first) :], length - len(first)
+    text = window[len(first) :]
+    step = length - len(first)
     for start in range(0, len(text) - step + 1, step):
         yield (*first, *text[start : start + step])
 
@@ -213,7 +231,8 @@ def in_halves(documents: Sequence[int]) -> list[int]:
     """Return 0 or 1 for each window: halves of different documents, of nearly equal size."""
     if len(set(documents)) == 1:
         return [i % 2 for i in range(len(documents))]
-    halves, filled = {}, [0, 0]
+    halves = {}
+    filled = [0, 0]
     for one, size in Counter(documents).most_common():
         halves[one] = filled.index(min(filled))
         filled[halves[one]] += size
@@ -228,24 +247,35 @@ def _calibrated(
     notes: Sequence[str],
 ) -> Calibration:
     """Run the descent from every start on one half, and test on the other."""
-    choices, most = [], sum(map(_most, (grid for _, grid in starts)))
+    choices = []
+    most = sum(map(_most, (grid for _, grid in starts)))
     with trials.progress([(halves[0], most), (halves[1], 2 * len(starts))]):
         inside = mean(trials.scores(None, halves[1]).inside)
         (choosing, judging), more = trials.counting(halves)
         for start, grid in starts:
             trials.show(description=start.name)
-            descent, judge = Descent(trials, start, choosing), Judge(trials, start, judging)
+            descent = Descent(trials, start, choosing)
+            judge = Judge(trials, start, judging)
             proposed = descent.best(grid)
             judged = judge.changes(proposed)
             reasons = ["no other value is better on the half of the text that selects"]
             if proposed != start:
                 reasons = judge.objections(judged)
                 if not judged["score"].better:
-                    before, new = start.options(), proposed.options().items()
+                    before = start.options()
+                    new = proposed.options().items()
                     changed = ", ".join(f"{k}={v!r}" for k, v in new if v != before[k])
                     reasons.append(f"{changed} is not better beyond noise")
             tried = tuple(map(descent.trial, descent.tried.values()))
-            choices.append(Choice(start, proposed, judged, tuple(reasons), tried))
+            choices.append(
+                Choice(
+                    published=start,
+                    proposed=proposed,
+                    judged=judged,
+                    reasons=tuple(reasons),
+                    tried=tried,
+                )
+            )
     return Calibration(
         model=type(text_decoder(trials.model)).__name__,
         trained_length=trials.rope.length,
@@ -271,7 +301,9 @@ class Judge:
     """Compares methods with the published default ``start`` on one half of the data."""
 
     def __init__(self, trials: fitness.Trials, start: Method, half: fitness.Sample) -> None:
-        self.trials, self.start, self.half = trials, start, half
+        self.trials = trials
+        self.start = start
+        self.half = half
         self.given = cast(CalibrationOptions, trials.given)
         self.lengths = {"inside": trials.rope.length, "far": self.given.target_length}
         self.before = self.scores(start)
@@ -286,20 +318,29 @@ class Judge:
 
     def trial(self, method: Method) -> Trial:
         scores = self.scores(method)
-        parts = (scores.answers, *self.found(method))
-        means = (mean(part) if part else None for part in parts)
-        factor = float(method.attention_scaling(self.trials.rope))
-        return Trial(method, factor, mean(scores.far), mean(scores.inside), *means)
+        found_inside, found_beyond = self.found(method)
+        return Trial(
+            method=method,
+            attention_factor=float(method.attention_scaling(self.trials.rope)),
+            far=mean(scores.far),
+            inside=mean(scores.inside),
+            answers=mean(scores.answers) if scores.answers else None,
+            found_inside=mean(found_inside) if found_inside else None,
+            found_beyond=mean(found_beyond) if found_beyond else None,
+        )
 
     def changes(self, method: Method) -> dict[str, Change]:
-        before, after = self.before, self.scores(method)
+        """Compare a method with the published default, by measure; intervals are over documents."""
+        before = self.before
+        after = self.scores(method)
         far = self._by_document(_less(after.far, before.far))
         answers = (_less(after.answers, before.answers), None)
         inside = self._by_document(_less(after.inside, before.inside))
         samples = {"far": [far], "inside": [inside], "score": [far]}
         if self.half.prompts:
             samples |= {"answers": [answers], "score": [far, answers]}
-        never, unknown = (math.inf, math.inf), (-math.inf, math.inf)  # too few for an interval
+        never = (math.inf, math.inf)
+        unknown = (-math.inf, math.inf)  # too few values for an interval
         known = before.finite and after.finite
         ends = {
             name: (sum_interval(parts, CONFIDENCE) or unknown) if known else never
@@ -309,7 +350,8 @@ class Judge:
             pairs = zip(self.found(method), self.found(self.start), strict=True)
             for name, pair in zip(("found_inside", "found_beyond"), pairs, strict=True):
                 ends[name] = paired_rates(*pair, CONFIDENCE) or unknown
-        one, two = self.trial(self.start), self.trial(method)
+        one = self.trial(self.start)
+        two = self.trial(method)
         return {name: Change(getattr(one, name), getattr(two, name), *ends[name]) for name in ends}
 
     def _by_document(self, gaps: Sequence[float]) -> tuple[list[float], list[float]]:
@@ -323,9 +365,11 @@ class Judge:
         """Return reasons against replacing the published default by a method."""
         if not changes["score"].after < math.inf:
             return ["its loss is NaN or infinite"]
-        found, limit = [], math.log1p(self.given.cost)
+        found = []
+        limit = math.log1p(self.given.cost)
         for name, length in self.lengths.items():
-            change, where = changes[name], f"perplexity at {length} tokens"
+            change = changes[name]
+            where = f"perplexity at {length} tokens"
             if change.low > limit or (name == "far" and change.worse):
                 found.append(f"its {where} rises by {change.percent}")
             elif change.high > limit:
@@ -353,7 +397,8 @@ class Descent(Judge):
 
     def best(self, grid: Grid) -> Method:
         """Return the best method found along these options."""
-        best, free = self.start, {SCALAR: None}
+        best = self.start
+        free = {SCALAR: None}
         for name, values in grid.items():
             best = self._along(best, name, values)
         if SCALAR in grid and replace(best, **free) != replace(self.start, **free):
@@ -367,8 +412,8 @@ class Descent(Judge):
 
         def add(value: Any) -> bool:
             value = round(value, 4) if name == SCALAR else value
-            if value not in line and (made := self._made(best, name, value)) is not None:
-                line[value] = made
+            if value not in line and (candidate := self._made(best, name, value)) is not None:
+                line[value] = candidate
             return value in line
 
         def here() -> Any:
@@ -392,17 +437,17 @@ class Descent(Judge):
     def _made(self, method: Method, name: str, value: Any) -> Method | None:
         """Measure the method with that value; None if it or the model does not accept the value."""
         try:
-            made = replace(method, **{name: value})
-            made.resolved(self.trials.rope)
-            if _key(made) not in self.tried:
-                if not self.objections(self.changes(made)):
-                    self.losses[_key(made)] = self.scores(made).loss
-                self.tried[_key(made)] = made
+            candidate = replace(method, **{name: value})
+            candidate.resolved(self.trials.rope)
+            if _key(candidate) not in self.tried:
+                if not self.objections(self.changes(candidate)):
+                    self.losses[_key(candidate)] = self.scores(candidate).loss
+                self.tried[_key(candidate)] = candidate
         except MeasureError:
             raise
         except RopeExtError:
             return None
-        return made
+        return candidate
 
     def _value(self, method: Method, name: str) -> Any:
         if name == SCALAR:

@@ -155,7 +155,8 @@ def prompts_of(
 
     A hay in which no prompt of the shortest length fits is left out. ``texts`` are token ids.
     """
-    frame, prompts = Frame.from_tokenizer(tokenizer, "no"), []
+    frame = Frame.from_tokenizer(tokenizer, "no")
+    prompts = []
     hays = [hay for hay in HAY if count and shortest(tokenizer, hay) <= min(lengths)]
     for length in lengths:
         filler = encode(tokenizer, "".join(islice(cycle(FILLER), length)))
@@ -168,7 +169,8 @@ def prompts_of(
                 key = rng.choice(NOUNS) if needle == "word" else key
                 head, hidden, asked, answer = _parts(frame, hay, key)
                 room = length - len(head) - len(hidden) - len(asked)
-                cut, text = round(depth * room), filler if hay == "filler" else text
+                cut = round(depth * room)
+                text = filler if hay == "filler" else text
                 ids = chain(head, text[:cut], hidden, text[cut:room], asked)
                 prompts.append(Prompt(hay, tuple(ids), len(answer)))
     return tuple(prompts)
@@ -322,11 +324,15 @@ class Trials:
         kind: str,
         settings: Mapping[str, Any],
     ) -> None:
-        self.model, self.rope, self.given = model, rope, given
+        self.model = model
+        self.rope = rope
+        self.given = given
         self.forwards = 0  # one row each, run now or before
         self.known: dict[str, Any] = {}
         self.done: set[str] = set()
-        self.log, self.advance, self.show = None, lambda work: None, lambda **changes: None
+        self.log = None
+        self.advance = lambda work: None
+        self.show = lambda **changes: None
         if path is None:
             return
         settings = json.loads(json.dumps({"format": FORMAT, **settings}))
@@ -353,7 +359,8 @@ class Trials:
         tell(f"at most {forwards:,} forwards of one row, {tokens:,} tokens")
         with evaluating(self.model), progress() as shown:
             bar = shown.add_task("", total=sum(one.work * count for one, count in rounds))
-            self.advance, self.show = partial(shown.advance, bar), partial(shown.update, bar)
+            self.advance = partial(shown.advance, bar)
+            self.show = partial(shown.update, bar)
             yield
 
     def scores(self, method: Method | None, sample: Sample) -> Scores:
@@ -374,8 +381,9 @@ class Trials:
             pieces = iter(self._losses(sample.pieces, self.rope.length - 1))
             answers = losses_of_answers(self.model, sample.prompts, self.advance)
         inside = [mean([next(pieces) for _ in each]) for each in sample.inside]
-        losses, found = tuple(loss for loss, _ in answers), tuple(hit for _, hit in answers)
-        scores = Scores(tuple(far), tuple(inside), losses, found)
+        losses = tuple(loss for loss, _ in answers)
+        found = tuple(hit for _, hit in answers)
+        scores = Scores(far=tuple(far), inside=tuple(inside), answers=losses, found=found)
         plain = asdict(scores).items()
         self.known[key] = {k: [None if x == math.inf else x for x in v] for k, v in plain}
         if self.log is not None:
@@ -383,7 +391,11 @@ class Trials:
         return scores
 
     def _losses(self, rows: Sequence[Sequence[int]], scored: int) -> list[float]:
-        return losses_at_end(self.model, rows, scored, self.advance) if scored else []
+        return (
+            losses_at_end(self.model, windows=rows, scored=scored, advance=self.advance)
+            if scored
+            else []
+        )
 
     def counting(self, samples: Sequence[Sample]) -> tuple[list[Sample], list[str]]:
         """Return the samples with the prompts that count, and a note for each hay that does not.

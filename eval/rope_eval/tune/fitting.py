@@ -9,6 +9,7 @@ encoding. This is their Kullback-Leibler divergence, up to a constant.
 """
 
 import copy
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -68,20 +69,10 @@ def fit(
     state = current_patch(model)
     if state is None:
         raise NotPatchedError("this model is not patched; call rope_ext.patch(model, 't5') first")
-    _check(state, input_ids, steps, learning_rate)
+    _check(state, input_ids, steps, learning_rate=learning_rate)
     decoder = text_decoder(model)
-    layers: dict[nn.Module, Layer] = {
-        module: module.__dict__[LAYER]
-        for module in decoder.modules()
-        if getattr(module.__dict__.get(LAYER), "biased", None) is not None
-    }
-    # One for each layer, or the same for all.
-    parts: dict[nn.Module, Any] = {m: getattr(layer.biased, BIAS) for m, layer in layers.items()}
-    if not all(isinstance(part, DistanceBias) for part in parts.values()):
-        raise OptionError(
-            "an adapter holds the parameters of the encoding; call rope_ext.fit before the "
-            "adapter is added"
-        )
+    layers = _layers(decoder)
+    parts = _parts(layers)
     with torch.inference_mode(False):
         with torch.no_grad(), unpatched(model), evaluating(decoder):
             rows = [_observe(decoder, layers, row) for row in input_ids]
@@ -102,9 +93,30 @@ def fit(
         with torch.no_grad():
             for part, own in fitted.items():
                 for parameter, value in zip(part.parameters(), own.parameters(), strict=True):
+                    # Without a gradient, it does not affect weights.
                     parameter.copy_(torch.zeros_like(value) if value.grad is None else value)
                 part.clamp()
     return model
+
+
+def _layers(decoder: nn.Module) -> dict[nn.Module, Layer]:
+    """Return what the patch stores on each attention layer with parameters of an encoding."""
+    return {
+        module: module.__dict__[LAYER]
+        for module in decoder.modules()
+        if getattr(module.__dict__.get(LAYER), "biased", None) is not None
+    }
+
+
+def _parts(layers: Mapping[nn.Module, Layer]) -> dict[nn.Module, Any]:
+    """Return the parameters of each layer, which may be the same for all; raises OptionError."""
+    parts = {module: getattr(layer.biased, BIAS) for module, layer in layers.items()}
+    if not all(isinstance(part, DistanceBias) for part in parts.values()):
+        raise OptionError(
+            "an adapter holds the parameters of the encoding; call rope_ext.fit before the "
+            "adapter is added"
+        )
+    return parts
 
 
 def can_fit(method: Method | None) -> bool:
@@ -147,7 +159,9 @@ def _observe(
         back = angles.cos(), angles.sin()
         query, key = (layout.pairs.rotate(x.float(), back) for x in (dense.query, dense.key))
         bare = dense._replace(query=query, key=key)
-        found[module] = _Observed(bare, queries, dense.weights(queries).float(), layer.biased)
+        found[module] = _Observed(
+            dense=bare, queries=queries, weights=dense.weights(queries).float(), owner=layer.biased
+        )
 
     with attending(decoder, NAME, look):
         decoder(input_ids=row[None].to(vocabulary_of(decoder).weight.device), use_cache=False)

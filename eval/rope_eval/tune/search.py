@@ -42,7 +42,8 @@ _BEYOND_CRITICAL = 2  # likewise, from the factor itself on, if there is a criti
 _SCALES = tuple(range(100, 161, 5))  # of cos and sin, in hundredths
 _NEAR = 0.1  # spread of the tables near those to start from, as a share of what is searched
 _FINALISTS = 6  # the best tables found, and as many of those to start from, which are validated
-RANKING, VALIDATION = "ranking", "validation"
+RANKING = "ranking"
+VALIDATION = "validation"
 _logger = logging.getLogger("rope_ext")
 L = TypeVar("L", bound=FrequencyMethod)
 
@@ -112,7 +113,8 @@ def evolve(
     from scipy import optimize
 
     evolution: Any = optimize.differential_evolution  # newer versions call the seed rng
-    rng, bounds = np.random.default_rng(seed), space.bounds(len(first[0].table))
+    rng = np.random.default_rng(seed)
+    bounds = space.bounds(len(first[0].table))
     low, high = np.array(bounds).T
     begun = np.array([space.vector(first[i % len(first)]) for i in range(population)], dtype=float)
     begun[len(first) :] += rng.normal(0, _NEAR, begun[len(first) :].shape) * (high - low)
@@ -130,7 +132,13 @@ def _space(given: SearchOptions, factor: float) -> Space:
     scales = () if given.attention_factor is not None else _SCALES
     most, least = (_BEYOND, 1.0) if given.critical is None else (_BEYOND_CRITICAL, factor)
     ends = round(most * factor * _STEPS), round(least * _STEPS)
-    return Space(ends[0], tuple(given.start_tokens), scales, given.critical or 0, ends[1])
+    return Space(
+        most=ends[0],
+        starts=tuple(given.start_tokens),
+        scales=scales,
+        critical=given.critical or 0,
+        least=ends[1],
+    )
 
 
 def _calibrated(start: Any) -> YaRN | None:
@@ -162,7 +170,9 @@ def _known(given: SearchOptions, factor: float, rope: Rope) -> list[FrequencyMet
 def _first(given: SearchOptions, known: Sequence[FrequencyMethod], rope: Rope) -> list[Candidate]:
     """Return tables of known methods, the best first, with their own and other temperatures."""
     space = _space(given, known[0].factor)
-    start, tables, own = space.starts[0], [], []
+    start = space.starts[0]
+    tables = []
+    own = []
     for method in known:
         ratio = (rope.inv_freq / method.inv_freq(rope)).nan_to_num(nan=method.factor)  # 0 / 0
         tables.append(space.fitted((ratio * _STEPS).round().int().cummax(0).values.tolist()))
@@ -170,9 +180,9 @@ def _first(given: SearchOptions, known: Sequence[FrequencyMethod], rope: Rope) -
     if not space.scales:
         return [Candidate(table, start) for table in dict.fromkeys(tables)]
     near = [min(space.scales, key=lambda scale, own=own: abs(scale - own)) for own in own]
-    made = [Candidate(table, start, scale) for table, scale in zip(tables, near, strict=True)]
-    made += [Candidate(table, start, round(f * _STEPS)) for f in FACTORS for table in tables]
-    return list(dict.fromkeys(made))[: max(2, given.population // 2)]
+    candidates = [Candidate(table, start, scale) for table, scale in zip(tables, near, strict=True)]
+    candidates += [Candidate(table, start, round(f * _STEPS)) for f in FACTORS for table in tables]
+    return list(dict.fromkeys(candidates))[: max(2, given.population // 2)]
 
 
 def _method(given: SearchOptions, one: Candidate, factor: float) -> LongRoPE:
@@ -244,7 +254,7 @@ def search(
     for start in given.start_tokens:  # report models that cannot be patched before measuring
         with patched(model, _method(given, first._replace(start=start), factor), **given.arguments):
             pass
-    samples = _samples(tokenizer, fitness.read(text), rope, given)
+    samples = _samples(tokenizer, texts=fitness.read(text), rope=rope, given=given)
     fitness.require_tokens(model, samples)
     # Without `iterations`, so that a finished search can go on with more of them.
     settings = {name: value for name, value in vars(given).items() if name != "iterations"}
@@ -254,8 +264,10 @@ def search(
     path = None if output is None else Path(output)
     log = path and path.with_suffix(".jsonl")
     with nullcontext() if log is None else lock(log.parent, log.name, option="output"):
-        trials = fitness.Trials(model, rope, given, log, "search", settings)
-        return _searched(trials, given, known, samples, path)
+        trials = fitness.Trials(
+            model=model, rope=rope, given=given, path=log, kind="search", settings=settings
+        )
+        return _searched(trials, given, known, samples=samples, output=path)
 
 
 def _samples(
@@ -267,8 +279,11 @@ def _samples(
         f"samples={given.samples} and validation_samples={given.validation_samples} are needed; "
         f"give more text, or fewer of them"
     )
-    rows = fitness.windows_of(tokenizer, texts, given.target_length, count, given.seed, cure)
-    lengths, samples = (rope.length, given.target_length), []
+    rows = fitness.windows_of(
+        tokenizer, texts, length=given.target_length, count=count, seed=given.seed, cure=cure
+    )
+    lengths = (rope.length, given.target_length)
+    samples = []
     parts = {RANKING: range(given.samples), VALIDATION: range(given.samples, count)}
     for (name, part), seed in zip(parts.items(), (given.seed, given.seed + 2), strict=True):
         own = rows.some(part)
@@ -286,7 +301,8 @@ def _searched(
     output: Path | None,
 ) -> LongRoPE:
     """Run evolution from the tables of known methods; stores the best in ``output``."""
-    rope, factor = trials.rope, given.target_length / trials.rope.length
+    rope = trials.rope
+    factor = given.target_length / trials.rope.length
     scales = FACTORS if given.attention_factor is None and given.start is None else ()
     tables = given.population * (1 + given.iterations)
     most = (len(known) + len(scales) + tables, 2 * _FINALISTS + 1)
@@ -327,10 +343,10 @@ def _searched(
         found: list[LongRoPE] = []
 
         def loss(one: Candidate) -> float:
-            made = _method(given, one, factor)
-            value = measured(made)
+            method = _method(given, one, factor)
+            value = measured(method)
             if not found or value < tried[found[0]]:
-                found[:] = [keep(made)]
+                found[:] = [keep(method)]
                 losses = (value, tried[best_yarn()])
                 trials.show(description="loss {:.4f} (yarn {:.4f})".format(*losses))
             return value
@@ -357,7 +373,8 @@ def validated(scores: Mapping[L, fitness.Scores]) -> L:
     own = next(iter(scores))
 
     def replaces(other: L) -> bool:
-        one, two = scores[other], scores[own]
+        one = scores[other]
+        two = scores[own]
         pairs = ((one.far, two.far), (one.answers, two.answers))
         changes = [[x - y for x, y in zip(*pair, strict=True)] for pair in pairs if pair[0]]
         if not all(mean(change) <= 0 for change in changes):
@@ -371,7 +388,8 @@ def validated(scores: Mapping[L, fitness.Scores]) -> L:
 
 def check_output(output: str | os.PathLike[str]) -> None:
     """Check that a search may write ``output``, before a model is loaded."""
-    output, log = Path(output), Path(output).with_suffix(".jsonl")
+    output = Path(output)
+    log = output.with_suffix(".jsonl")
     if output.suffix != ".json":
         raise OptionError(f"output={str(output)!r} is not valid; it must end in .json")
     with writing(log, "give another output"):

@@ -86,7 +86,7 @@ class Positions(torch.nn.Module):
             inputs: normalized input of the layer's projections, ``[batch, tokens, width]``.
             t: positions, ``[1 or batch, tokens]``, in the dtype of ``query``.
         """
-        query, key = self.rotated(query, key, inputs, t)
+        query, key = self.rotated(query, key, inputs, t=t)
         return scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
 
 
@@ -103,7 +103,8 @@ def attend(logits: Callable[[slice], torch.Tensor], value: torch.Tensor) -> torc
         logits: logits of the queries in a slice for all keys, ``[batch, heads, rows, tokens]``.
         value: ``[batch, heads, tokens, columns]``.
     """
-    tokens, found = value.shape[-2], []
+    tokens = value.shape[-2]
+    found = []
     at = torch.arange(tokens, device=value.device)
     for start in range(0, tokens, _ROWS):
         rows = slice(start, start + _ROWS)
@@ -121,9 +122,11 @@ def attach(model: StableLmForCausalLM, encoding: Callable[[Shape], Positions]) -
         OptionError: the encoding does not support the shape of the layers.
     """
     config = model.config
-    width, heads = config.hidden_size, config.num_attention_heads
-    base, length = config.rope_parameters["rope_theta"], config.max_position_embeddings
-    shape = Shape(width, heads, width // heads, base, length)
+    width = config.hidden_size
+    heads = config.num_attention_heads
+    base = config.rope_parameters["rope_theta"]
+    length = config.max_position_embeddings
+    shape = Shape(width=width, heads=heads, columns=width // heads, base=base, length=length)
     for layer in model.model.layers:
         positions = encoding(shape)
         positions.prepare(layer.self_attn, config.initializer_range)

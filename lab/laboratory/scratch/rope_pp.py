@@ -53,6 +53,6 @@ class RopePPEqualHeads(RopePP):
 
 
 def _linear(inputs: int, outputs: int, initial: float) -> torch.nn.Linear:
-    made = torch.nn.Linear(inputs, outputs, bias=False)
-    torch.nn.init.normal_(made.weight, std=initial)
-    return made
+    layer = torch.nn.Linear(inputs, outputs, bias=False)
+    torch.nn.init.normal_(layer.weight, std=initial)
+    return layer

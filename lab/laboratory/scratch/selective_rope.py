@@ -6,8 +6,9 @@ import torch
 
 from lab.laboratory.scratch.base import Positions, Shape
 
-_RANK, _TOKENS = 16, 4
-"""Released defaults: rank of the projection, tokens of the convolution."""
+# Released defaults.
+_RANK = 16  # of the projection
+_TOKENS = 4  # of the convolution
 
 
 class SelectiveRoPE(Positions):
@@ -25,7 +26,8 @@ class SelectiveRoPE(Positions):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__(shape)
-        heads, pairs = shape.heads, shape.columns // 2
+        heads = shape.heads
+        pairs = shape.columns // 2
         self.down = torch.nn.Linear(shape.width, _RANK, bias=False)
         self.up = torch.nn.Linear(_RANK, heads * pairs, bias=False)
         columns = heads * pairs

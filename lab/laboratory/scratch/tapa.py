@@ -35,7 +35,7 @@ class TAPA(Positions):
 
         def logits(rows: slice) -> torch.Tensor:
             content, phase = (q[..., rows, :] @ k.mT * scale for q, k in zip(*halves, strict=True))
-            apart = (t[:, None, rows, None] - t[:, None, None]).clamp(min=0)
-            return content * torch.cos(2 * math.pi * apart**_ALPHA * phase)
+            distance = (t[:, None, rows, None] - t[:, None, None]).clamp(min=0)
+            return content * torch.cos(2 * math.pi * distance**_ALPHA * phase)
 
         return attend(logits, value)

@@ -246,7 +246,7 @@ def _given(
 
     ``entries`` are its ``rope_parameters`` and ``rope_scaling``, as far as it has them.
     """
-    given = {"the top level": saved.get(fact)}
+    given: dict[str, Any] = {"the top level": saved.get(fact)}
     given |= {style: entry.get(fact) for style, entry in entries.items()}
     if fact == "rope_type":  # older files name it "type", and some types otherwise
         kinds: dict[str, Any] = {

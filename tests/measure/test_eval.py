@@ -186,7 +186,7 @@ def test_resume_repeats_nothing_and_changes_nothing(
     assert run.run(again, calls.append) == whole
     assert len(calls) == batches
 
-    monkeypatch.setattr(models, "load_model", lambda *a: pytest.fail("loaded"))
+    monkeypatch.setattr(models, "load_model", lambda *a, **named: pytest.fail("loaded"))
     assert run.run(prepare(cut, TASKS)) == whole  # nothing left: not even the model
     other = prepare(dataclasses.replace(cut, seed=1), TASKS)
     assert all(other.left(system) == other.batches(system) for system in other.systems)

@@ -42,7 +42,9 @@ def changed(settings: Settings, **change: Any) -> Settings:
 def test_a_file_of_the_user_is_in_the_way_and_stays(
     settings: Settings, name: str, how: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(models, "load_model", lambda *args: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(
+        models, "load_model", lambda *args, **named: pytest.fail("the model was loaded")
+    )
     settings.output.mkdir()
     (settings.output / name).write_text(CORPUS)
     with pytest.raises(MeasureError, match=f"{name} is not what this program wrote"):

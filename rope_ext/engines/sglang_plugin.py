@@ -103,9 +103,9 @@ class Paged(AttentionBackend):
         (device,) = {x.stored.device for x in runner.model.modules() if isinstance(x, StoredKeys)}
         self.tables = paged_tables(served, config.context_len, str(device))
         self.scaling = served.scaling
-        # Queries of a decoding step: one of each request, those of padding rows included.
+        # The first query of every request of a decoding step, which has one of each.
         rows = len(self.req_to_token)
-        self.ones = torch.arange(rows + 1, dtype=torch.int32, device=self.req_to_token.device)
+        self.starts = torch.arange(rows + 1, dtype=torch.int32, device=self.req_to_token.device)
 
     def shared_read_ends(self, fm: Any) -> SharedReadEnds:
         """Every layer reads the table of tokens: the scheduler waits until a step is done."""
@@ -113,9 +113,9 @@ class Paged(AttentionBackend):
         return SharedReadEnds.POST_REPLAY if read_in_layers else SharedReadEnds.UNKNOWN
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        if max_bs >= len(self.ones):
+        if max_bs >= len(self.starts):
             rows = max_bs + 1
-            self.ones = torch.arange(rows, dtype=torch.int32, device=self.ones.device)
+            self.starts = torch.arange(rows, dtype=torch.int32, device=self.starts.device)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
@@ -123,7 +123,7 @@ class Paged(AttentionBackend):
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """Note where the requests of a step are; graphs read the same tensors when replayed."""
         count = forward_batch.batch_size
-        starts = self.ones[: count + 1]
+        starts = self.starts[: count + 1]
         most = 1
         if not forward_batch.forward_mode.is_decode_or_idle():
             lengths = forward_batch.extend_seq_lens

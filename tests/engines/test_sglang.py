@@ -36,7 +36,7 @@ OF_KIND: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3": ("llama3", {}),
     "longrope": ("resonance", {}),
 }
-LATENT = ("deepseek_v2", "deepseek_v3")
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 
 
 def model_of(family: str) -> Any:
@@ -66,7 +66,9 @@ def asked(family: str, method: str, options: dict[str, Any]) -> list[Case]:
         parameters = made["rope_parameters"]
         if site.layer_type is not None:
             parameters = parameters[site.layer_type]
-        if family in LATENT and parameters["rope_type"] != "default":
+        # models/glm4_moe_lite.py passes the parameters of an unscaled model, too.
+        scaled = parameters["rope_type"] != "default" or family == "glm4_moe_lite"
+        if family in LATENT and scaled:
             assert parameters.get("attention_factor") != 1.0  # another class, then
             parameters = parameters | {"rope_type": "deepseek_yarn"}
         if family == "gemma3_text":

@@ -135,12 +135,13 @@ def _visible(geometries: Sequence[Geometry], positions: int) -> tuple[Tensor, Te
 
 @dataclass(frozen=True)
 class Batch:
-    """Where the requests of a step are, int32, on the device."""
+    """Where the requests of a step are, on the device; ``pages`` and ``starts`` are int32."""
 
     pages: Tensor  # pages of every request, [requests, most pages]
     lengths: Tensor  # tokens of every request with those of this step, [requests]
     starts: Tensor  # first query of every request, and the number of queries, [requests + 1]
     max_queries: int  # most queries of a request; known to the host
+    pages_of: Tensor | None = None  # row of ``pages`` of every request, [requests]; None: in order
 
 
 @dataclass(frozen=True)
@@ -206,15 +207,17 @@ def attend(
     unused = query  # kernels need a tensor even for arguments that they do not read
     sinks = unused if logits.sinks is None else logits.sinks
     temperature = unused if tables.temperature is None else tables.temperature
+    pages_of = unused if batch.pages_of is None else batch.pages_of
     blocks = requests if shape["ONE_BLOCK"] else tokens // shape["BLOCK_Q"] + requests
     kernels.paged_kernel[(blocks, kv_heads, shape["SPLITS"])](
-        query, key_cache, value_cache, parts, lse, sinks, batch.pages, batch.lengths, batch.starts,
-        tables.low, tables.high, tables.query, tables.key, tables.key_step, tables.cos, tables.sin,
-        temperature, requests, logits.scale, logits.softcap, tables.positions,
-        batch.pages.stride(0), *query.stride()[:2], *out.stride()[:2], *key_cache.stride()[:3],
-        *value_cache.stride()[:3],
+        query, key_cache, value_cache, parts, lse, sinks, batch.pages, pages_of, batch.lengths,
+        batch.starts, tables.low, tables.high, tables.query, tables.key, tables.key_step,
+        tables.cos, tables.sin, temperature, requests, logits.scale, logits.softcap,
+        tables.positions, batch.pages.stride(0), *query.stride()[:2], *out.stride()[:2],
+        *key_cache.stride()[:3], *value_cache.stride()[:3],
         **constants(tables, groups, kv_heads, slots, pairs, value_columns),
-        WINDOW=logits.window, HAS_SINKS=logits.sinks is not None, HAS_CAP=logits.softcap > 0,
+        WINDOW=logits.window, HAS_PAGES_OF=batch.pages_of is not None,
+        HAS_SINKS=logits.sinks is not None, HAS_CAP=logits.softcap > 0,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32", **shape,
     )  # fmt: skip
     if shape["SPLITS"] > 1:

@@ -100,15 +100,15 @@ def attend_band(
 
 @triton.jit(do_not_specialize=["requests"])
 def paged_kernel(
-    Q, K, V, OUT, LSE, SINKS, PAGES, LENGTHS, STARTS, LOW, HIGH, QUERY, KEY, KEY_STEP, COS, SIN,
-    TEMPERATURE, requests, scale, softcap, positions, pages_row, q_token, q_head, o_token, o_head,
-    k_page, k_head, k_slot, v_page, v_head, v_slot,
+    Q, K, V, OUT, LSE, SINKS, PAGES, PAGES_OF, LENGTHS, STARTS, LOW, HIGH, QUERY, KEY, KEY_STEP,
+    COS, SIN, TEMPERATURE, requests, scale, softcap, positions, pages_row, q_token, q_head,
+    o_token, o_head, k_page, k_head, k_slot, v_page, v_head, v_slot,
     KV: tl.constexpr, GROUPS: tl.constexpr, BLOCK_Q: tl.constexpr, ROWS: tl.constexpr,
     ONE_BLOCK: tl.constexpr, BANDS: tl.constexpr, ROTATED: tl.constexpr, BLOCK: tl.constexpr,
     WINDOW: tl.constexpr, PAGE: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr,
     PAIRS: tl.constexpr, PAIRS2: tl.constexpr, DV: tl.constexpr, DV2: tl.constexpr,
-    HAS_TEMPERATURE: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_CAP: tl.constexpr,
-    PRECISION: tl.constexpr,
+    HAS_PAGES_OF: tl.constexpr, HAS_TEMPERATURE: tl.constexpr, HAS_SINKS: tl.constexpr,
+    HAS_CAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     head = tl.program_id(1)
@@ -125,7 +125,7 @@ def paged_kernel(
     token = begin + r // GROUPS
     group = head * GROUPS + r % GROUPS
     real = (r < BLOCK_Q * GROUPS) & (token < stop - start)
-    t = tl.load(LENGTHS + request) - (stop - start) + token
+    t = tl.load(LENGTHS + request).to(tl.int32) - (stop - start) + token
     # Drafts may go a few tokens beyond the longest context; nobody reads them.
     t = tl.where(real, tl.minimum(tl.maximum(t, 0), positions - 1), 0)
     token = tl.cast(start + token, tl.int64)
@@ -142,7 +142,8 @@ def paged_kernel(
         m = tl.load(SINKS + group, real, 0.0).to(tl.float32) * LOG2E
         l += 1.0
     acc = tl.zeros([ROWS, DV2], tl.float32)
-    pages = PAGES + tl.cast(request, tl.int64) * pages_row
+    pages_of = tl.load(PAGES_OF + request) if HAS_PAGES_OF else request
+    pages = PAGES + tl.cast(pages_of, tl.int64) * pages_row
     keys = K + head * k_head
     values = V + head * v_head
     for band in tl.static_range(BANDS):

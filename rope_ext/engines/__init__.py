@@ -68,8 +68,9 @@ def export(model: nn.Module | PreTrainedConfig | str | Path, engine: str, **opti
         engine: ``"vllm"``, ``"sglang"``, ``"llama.cpp"``, ``"ollama"``, ``"mlx"`` or
             ``"transformers"``.
         **options: engine options. For ``"transformers"``, ``legacy=True`` adds the field names of
-            older readers. For ``"vllm"``, ``plugin=False`` refuses position methods, which versions
-            0.30 to 0.32 serve only with rope_ext installed.
+            older readers. For ``"vllm"`` and ``"sglang"``, ``plugin=False`` refuses position
+            methods, which vLLM 0.30 to 0.32 and SGLang 0.5.23 serve only with rope_ext installed;
+            in SGLang, this was not run.
 
     Returns:
         Settings with which the engine computes the same frequencies and attention scaling from the
@@ -117,7 +118,10 @@ def _made(engine: str, state: Patch, saved: Saved | None, **options: Any) -> Exp
     return _ENGINES[engine](state, saved, **options)
 
 
-_BY_ITSELF: dict[str, dict[str, Any]] = {"vllm": {"plugin": False}}
+_BY_ITSELF: dict[str, dict[str, Any]] = {
+    "vllm": {"plugin": False},
+    "sglang": {"plugin": False},
+}
 """Options of engines with which they need nothing from this package."""
 
 

@@ -26,7 +26,10 @@ PLUGIN_VERSIONS = ("0.30", "0.31", "0.32")
 """Tested minor versions of vLLM, newest last."""
 PLUGIN_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Families whose layers all rotate the halves of whole heads and have no sliding window."""
-
+SGLANG_VERSIONS = ("0.5.23",)
+"""Versions of SGLang whose source was read; its interfaces change from one to the next."""
+SGLANG_BACKEND = "rope_ext"
+"""Name of the attention backend of its plugin."""
 
 POOLING_FAMILIES = ("modernbert", "gemma3_text", "llama", "qwen3")
 """Families that read in both directions, whose hidden states vLLM computes like transformers."""
@@ -88,10 +91,23 @@ _SGLANG = _Server(
         "right for one of the same base and trained length; extend others in their config.json"
     ),
 )
+_SGLANG_PLUGIN = _SGLANG._replace(
+    computed=(
+        f"SGLang {SGLANG_VERSIONS[-1]} with rope_ext in its environment, whose plugin it loads by "
+        f"itself; not run: no card and no SGLang process has tried it, so run rope-ext verify first"
+    ),
+    draft="",
+    always=(("attention_backend", SGLANG_BACKEND),),
+)
 
 
-def sglang(state: Patch, saved: Saved | None) -> Export:
-    """Return ``--json-model-override-args``, as computed by SGLang 0.5.23."""
+def sglang(state: Patch, saved: Saved | None, plugin: bool | None = None) -> Export:
+    """Return ``--json-model-override-args``, as computed by SGLang 0.5.23.
+
+    For a position method, they hold its record; ``plugin``: see :func:`vllm`.
+    """
+    if plugin or (plugin is None and state.method.replaces_attention):
+        return _by_plugin(_SGLANG_PLUGIN, state, saved)
     return _by_fields(_SGLANG, state, saved)
 
 
@@ -107,6 +123,8 @@ def plugin_refusal(state: Patch) -> str | None:
         return f"its plugin serves {', '.join(PLUGIN_METHODS)}, not {method.name}"
     if kind not in PLUGIN_FAMILIES:
         return f"its plugin serves {', '.join(PLUGIN_FAMILIES)}, not {kind}"
+    if getattr(text_config(state.decoder), "sliding_window", None) is not None:
+        return "its plugin serves no sliding windows; set sliding_window to None before you patch"
     return None
 
 
@@ -119,7 +137,7 @@ def vllm(state: Patch, saved: Saved | None, plugin: bool | None = None) -> Expor
     if base.reads_both_ways(state):
         return _pooling(state, saved)
     if plugin or (plugin is None and state.method.replaces_attention):
-        return _by_plugin(state, saved)
+        return _by_plugin(_PLUGIN, state, saved)
     if not base.is_shipped(saved, state):
         return _by_fields(_VLLM, state, saved)
     base.refuse_kind(base.family_of(state, "vllm", shipped=True), "longrope")
@@ -154,16 +172,16 @@ def _pooling(state: Patch, saved: Saved | None) -> Export:
     return _by_fields(_POOLING, state, saved, Family(kind))
 
 
-def _by_plugin(state: Patch, saved: Saved | None) -> Export:
-    """Return the command for a position method, which vLLM's plugin reads from the record."""
+def _by_plugin(server: _Server, state: Patch, saved: Saved | None) -> Export:
+    """Return the command for a position method, which a plugin reads from the record."""
     reason = plugin_refusal(state)
     if reason is not None:
         raise Refusal(reason)
     if saved is not None and FIELD in saved.config.to_dict():
-        return _PLUGIN.export(base.folder_of(saved), {}, "config.json says the rest")
+        return server.export(base.folder_of(saved), {}, "config.json says the rest")
     fields = {**state.saved.values, FIELD: state.record.to_json()}
-    settings = {_PLUGIN.fields: fields, _PLUGIN.length: state.target_length}
-    return _PLUGIN.export(state.model.config.name_or_path or "MODEL", settings)
+    settings = {server.fields: fields, server.length: state.target_length}
+    return server.export(state.model.config.name_or_path or "MODEL", settings)
 
 
 def _by_fields(

@@ -5,7 +5,6 @@ The model's rotary embedding rotates keys to what is cached, and leaves queries 
 vLLM's own Triton backend, whose ``forward`` alone is replaced.
 """
 
-import functools
 from typing import Any, ClassVar
 
 import torch
@@ -16,53 +15,19 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
 
 from rope_ext.attention import cards, paged
-from rope_ext.engines.vllm_plugin import Served, served_method
+from rope_ext.engines.served import Served, StoredKeys, paged_tables
+from rope_ext.engines.vllm_plugin import served_method
 from rope_ext.errors import ExportError
 
 WITHOUT_DRAFT_MODEL = ("ngram", "ngram_gpu", "suffix")
 """Kinds of speculative decoding; with a draft model, its layers would use the same backend."""
 
 
-@functools.lru_cache(maxsize=1)
-def _tables(served: Served, positions: int, device: str) -> paged.Tables:
-    """Compute the tables of a model, which all of its layers share."""
-    places = torch.arange(positions, dtype=torch.float64, device="cpu")
-    temperature = served.method.query_scaling(places, served.rope)
-    bands = served.method.bands()
-    inv_freq = served.inv_freq
-    return paged.Tables.from_bands(bands, inv_freq, positions, temperature, device)
-
-
 def _current_tables(served: Served) -> paged.Tables:
     """Return the tables of the model that is being loaded."""
     config = get_current_vllm_config()
     device = str(config.device_config.device)
-    return _tables(served, config.model_config.max_model_len, device)
-
-
-class StoredKeys(nn.Module):
-    """Rotates keys to the positions under which they are cached, and no queries."""
-
-    stored: torch.Tensor
-    cos: torch.Tensor
-    sin: torch.Tensor
-
-    def __init__(self, tables: paged.Tables) -> None:
-        super().__init__()
-        self.rotates = tables.rotates_stored
-        # Buffers, which torch.compile takes as inputs of its graph.
-        for name in ("stored", "cos", "sin"):
-            self.register_buffer(name, getattr(tables, name), persistent=False)
-
-    def forward(
-        self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if key is None or not self.rotates:
-            return query, key
-        columns = 2 * self.cos.shape[1]
-        heads = key.view(key.shape[0], -1, columns)
-        rotated = paged.rotate_keys(heads, positions, self.stored, self.cos, self.sin)
-        return query, rotated.view(key.shape)
+    return paged_tables(served, config.model_config.max_model_len, device)
 
 
 class Backend(TritonAttentionBackend):
@@ -126,11 +91,7 @@ class Backend(TritonAttentionBackend):
                 f"rope_ext serves {served.method.name} without draft models on GPUs, and this is "
                 f"{draft.method!r}; use {' or '.join(WITHOUT_DRAFT_MODEL)}"
             )
-        if served.method.by_pair:
-            raise ExportError(
-                f"rope_ext serves {served.method.name} on GPUs with the same positions for all "
-                f"pairs; patch without kept="
-            )
+        served.refuse_pairs()
         config.backend = own  # models make their rotary embedding before their attention
         return StoredKeys(_current_tables(served))
 

@@ -8,13 +8,10 @@ and keys for each band. On GPUs, :mod:`rope_ext.engines.vllm_paged` serves.
 
 import functools
 import inspect
-import json
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import AutoConfig
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers import rotary_embedding
 from vllm.platforms import current_platform
@@ -22,15 +19,10 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentio
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.version import __version__ as version
 
-from rope_ext.attention import dispatch as attention
-from rope_ext.attention.call import Call, Pairs, RotatedBand
 from rope_ext.config.record import record_of
-from rope_ext.engines.configs import PLUGIN_VERSIONS, plugin_refusal
+from rope_ext.engines.configs import PLUGIN_VERSIONS
+from rope_ext.engines.served import Served, read_served
 from rope_ext.errors import CURE, ExportError
-from rope_ext.methods import PositionMethod, Rope
-from rope_ext.patching import current_patch
-from rope_ext.position.map import RotationTable
-from rope_ext.saving.folder import read_saved
 
 PAGED = "rope_ext.engines.vllm_paged.Backend"
 """The backend on GPUs, which vLLM imports."""
@@ -84,81 +76,12 @@ class _Identity(nn.Module):
         return query, key
 
 
-@dataclass(frozen=True, eq=False)
-class Served:
-    """A position method with everything that the backend needs."""
-
-    method: PositionMethod  # with every option filled in
-    rope: Rope  # the trained embedding
-    inv_freq: torch.Tensor  # frequencies of its pairs, float64
-    stored: RotationTable  # first rotation, as in the patched model: angles round alike
-    bands: list[tuple[Any, RotationTable, RotationTable]]
-    """For each band, the visible keys, and further rotations of queries and keys."""
-    columns: int  # rotary columns of a head
-    scaling: float  # factor of the logits
-
-    def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
-    ) -> torch.Tensor:
-        """Compute attention, ``[1, heads, queries, columns]``; the queries are the last keys."""
-        last = key.shape[2]
-        half = self.columns // 2
-        at = (key.device, torch.float32)
-        first = last - query.shape[2]
-        pairs = Pairs(slice(0, half), slice(half, self.columns))
-        query = pairs.rotate(query, self.stored.between(first, last, *at))
-        key = pairs.rotate(key, self.stored.between(0, last, *at))
-        bands = [
-            RotatedBand(seen, of_query.between(first, last, *at), of_key.between(0, last, *at))
-            for seen, of_query, of_key in self.bands
-        ]
-        places = torch.arange(first, last, dtype=torch.float64)
-        temperature = self.method.query_scaling(places, self.rope)
-        if temperature is not None:
-            query = (query * temperature.float()[:, None]).to(query.dtype)
-        return attention.attend(query, key, value, Call(bands, pairs, scale * self.scaling))
-
-
 def served_method() -> Served | None:
     """Return the position method of the model that is being loaded; None if it is not patched."""
     config = get_current_vllm_config().model_config.hf_text_config
     if record_of(config) is None:
         return None
-    return _read(json.dumps(config.to_dict(), sort_keys=True, default=str))
-
-
-@functools.lru_cache(maxsize=1)
-def _read(config: str) -> Served | None:
-    fields = json.loads(config)
-    with torch.device("cpu"):  # vLLM builds models under the device of the model
-        state = current_patch(read_saved(AutoConfig.for_model(**fields)).model)
-    if state is None or not state.method.replaces_attention:
-        return None
-    method = cast(PositionMethod, state.method)
-    reason = plugin_refusal(state)
-    if reason is not None:
-        raise ExportError(
-            f"vLLM cannot serve {state.record}: {reason}; load it with rope_ext.from_pretrained"
-        )
-    (site,) = state.scaled
-    inv_freq, number = state.frequencies_of(site)
-    made = inv_freq.to(torch.float64 if state.precise else torch.float32)
-    stored = method.bands()[-1].key
-    rope = state.options.rope(site.rope)
-    bands = [
-        (x.geometry, RotationTable(x.query, stored, made), RotationTable(x.key, stored, made))
-        for x in method.bands()
-    ]
-    first = RotationTable(stored, 0, made)
-    return Served(
-        method=method,
-        rope=rope,
-        inv_freq=inv_freq,
-        stored=first,
-        bands=bands,
-        columns=2 * len(made),
-        scaling=number**2,
-    )
+    return read_served(config.to_dict(), "vLLM")
 
 
 class Backend(CPUAttentionBackend):

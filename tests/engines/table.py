@@ -5,6 +5,7 @@ python -m tests.engines.table > docs/engines/families.md
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from rope_ext.engines.base import ENGINES, Family
@@ -16,15 +17,17 @@ METHODS = {
     "llama3": "llama3",
     "longrope": "tables",
 }
+PATH = re.compile(r"[\w/]+\.py")
 TITLES = {"vllm": "vLLM", "sglang": "SGLang", "llama.cpp": "llama.cpp, Ollama", "mlx": "mlx-lm"}
 HEAD = """\
 # Families and engines
 
 The methods that each engine computes like transformers, by `model_type` of the language model:
 *base* (a larger base: `ntk`, `abf`), *pi*, *yarn*, *llama3*, and *tables* (all other frequency
-methods). For anything else, `rope_ext.export` raises an error with the reason. A question mark
-means not checked, † not run: only the rotary classes of SGLang 0.5.23 were tested
-(`tests/engines/test_sglang.py`), and the source of vLLM 0.33.0 was read.
+methods). For anything else, `rope_ext.export` raises an error with the
+[reason](#what-stands-against-the-others). A question mark means not checked, † not run: only the
+rotary classes of SGLang 0.5.23 were tested (`tests/engines/test_sglang.py`), and the source of vLLM
+0.33.0 was read.
 
 Tested beyond the trained length: vLLM 0.32.0 on a CPU (`tests/engines/test_vllm_real.py`),
 xllamacpp 2026.10.11549 and mlx-lm 0.32.2 (`tests/engines/test_families.py`). `python -m
@@ -52,6 +55,29 @@ def page() -> Iterator[str]:
     for name in names:
         cells = " | ".join(cell(engine, ENGINES[engine].get(name)) for engine in TITLES)
         yield f"| {name} | {cells} |"
+    yield from reasons()
+
+
+def reasons() -> Iterator[str]:
+    """What stands in an engine's source against the methods that are not in its column."""
+    yield "\n## What stands against the others"
+    yield "\nPaths begin at `vllm/model_executor`, `sglang/srt` and `mlx_lm`."
+    for engine, title in TITLES.items():
+        yield f"\n### {title}\n"
+        found: dict[str, list[str]] = {}
+        for name, family in ENGINES[engine].items():
+            for reason in (family.reason, f"† {family.unrun}" if family.unrun else ""):
+                if reason and not (reason is family.reason and len(family.kinds) == len(METHODS)):
+                    found.setdefault(general(engine, reason, name), []).append(name)
+        for reason, names in found.items():
+            shown = PATH.sub(lambda path: f"`{path[0]}`", reason)
+            yield f"* {', '.join(names)}: {shown}"
+
+
+def general(engine: str, reason: str, family: str) -> str:
+    """A reason without the names by which an engine calls one family."""
+    name = ENGINES[engine][family].name
+    return reason.replace(f" for the architecture '{name}'", "") if name else reason
 
 
 if __name__ == "__main__":

@@ -166,7 +166,9 @@ def test_transformers_reads_the_older_names_to_the_same_bits(tmp_path, engine, c
     [
         ("vllm", "lm_infinite", {}, "plugin serves .*no supported engine can"),
         ("vllm", "alibi", {}, "no encodings"),
-        ("sglang", "rerope", {}, "no setting that changes the positions.*'vllm' can"),
+        ("sglang", "lm_infinite", {}, "plugin serves .*no supported engine can"),
+        ("sglang", "rerope", {"bias": "alibi"}, "bias="),
+        ("mlx", "rerope", {}, "no setting that changes the positions.*'vllm' and 'sglang' can"),
         ("vllm", "rerope", {"bias": "alibi"}, "bias=.*no supported engine can"),
         ("vllm", "rerope", {"temperature": "ssmax"}, "learned temperatures"),
         ("llama.cpp", "self_extend", {}, "neighbors lose their exact distances"),
@@ -211,6 +213,32 @@ def test_a_position_method_is_exported_to_vllm_for_the_plugin_of_rope_ext(tmp_pa
     granite = rope_ext.patch(tiny_model("granite"), "rerope", factor=4)
     with pytest.raises(rope_ext.ExportError, match="not granite"):
         rope_ext.export(granite, "vllm")
+    config = {"sliding_window": 32, "layer_types": ["full_attention", "sliding_attention"]}
+    sliding = tiny_model("qwen2", use_sliding_window=True, **config)
+    rope_ext.patch(sliding, "rerope", factor=4, sliding_layers="scale")
+    with pytest.raises(rope_ext.ExportError, match="no sliding windows"):
+        rope_ext.export(sliding, "vllm")
+
+
+def test_a_position_method_is_exported_to_sglang_for_the_plugin_of_rope_ext(tmp_path) -> None:
+    """It says that nobody has run it."""
+    serve = "python -m sglang.launch_server --model-path"
+    save_checkpoint(tmp_path / "base")
+    asked = [str(tmp_path / "base"), "--method", "self_extend", "--factor", "4"]
+    made = CliRunner().invoke(app, ["export", *asked, "--engine", "sglang"])
+    command, note = made.stdout.splitlines()
+    assert "rope_ext in its environment" in note and "not run" in note
+    assert command.startswith(f"{serve} {tmp_path / 'base'} --attention-backend rope_ext ")
+    words = shlex.split(command)
+    fields = json.loads(words[words.index("--json-model-override-args") + 1])
+    assert {"rope_ext", "rope_parameters", "max_position_embeddings"} == fields.keys()
+    assert words[-2:] == ["--context-length", str(fields["max_position_embeddings"])]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    rope_ext.patch(model, "self_extend", factor=4).save_pretrained(tmp_path / "patched")
+    saved = rope_ext.export(tmp_path / "patched", "sglang")
+    assert saved.command == f"{serve} {tmp_path / 'patched'} --attention-backend rope_ext"
+    with pytest.raises(rope_ext.ExportError, match="no setting that changes the positions"):
+        rope_ext.export(model, "sglang", plugin=False)
 
 
 def test_an_encoder_is_served_by_vllm_as_a_pooling_model(tmp_path: Path) -> None:
@@ -357,8 +385,8 @@ def test_a_configuration_of_its_own_dynamic_scaling(tmp_path: Path, engine: str)
 
 def test_options_of_engines_are_checked() -> None:
     model = patched("yarn")
-    with pytest.raises(rope_ext.ExportError, match="sglang has no option 'legacy'; it has none"):
-        rope_ext.export(model, "sglang", legacy=True)
+    with pytest.raises(rope_ext.ExportError, match="mlx has no option 'legacy'; it has none"):
+        rope_ext.export(model, "mlx", legacy=True)
     with pytest.raises(rope_ext.ExportError, match="no option 'old'; its options are legacy"):
         rope_ext.export(model, "transformers", old=True)
 

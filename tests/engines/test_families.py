@@ -137,12 +137,17 @@ def test_the_page_of_families_is_that_of_the_table() -> None:
     assert written == "\n".join(page()) + "\n"
 
 
-def test_what_the_plugin_of_vllm_imports_is_there() -> None:
-    """It is imported in vLLM's environment only."""
-    file = Path(rope_ext.__file__).parent / "engines" / "vllm_plugin.py"
+PLUGINS = ("vllm_plugin", "vllm_paged", "sglang_plugin")
+
+
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_what_a_plugin_imports_is_there(plugin: str) -> None:
+    """It is imported in the environment of its engine only."""
+    file = Path(rope_ext.__file__).parent / "engines" / f"{plugin}.py"
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("rope_ext"):
-            module = importlib.import_module(node.module or "")
-            for name in node.names:
-                if not hasattr(module, name.name):
-                    importlib.import_module(f"{node.module}.{name.name}")
+        name = (node.module or "") if isinstance(node, ast.ImportFrom) else ""
+        if name.startswith("rope_ext") and not name.endswith(PLUGINS):
+            module = importlib.import_module(name)
+            for alias in node.names:
+                if not hasattr(module, alias.name):
+                    importlib.import_module(f"{name}.{alias.name}")

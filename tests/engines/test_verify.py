@@ -166,6 +166,16 @@ def test_mistakes_under_a_position_method_are_known() -> None:
     assert set(found.expected(found.prompts())) == names
 
 
+def test_a_position_method_is_written_for_the_servers_that_have_a_plugin(tmp_path: Path) -> None:
+    LlamaConfig(**CONFIG).save_pretrained(tmp_path / "model")
+    words = ["verify", str(tmp_path / "model"), "--method", "self_extend", "--factor", "4"]
+    words += ["--engine", "sglang", "--write", str(tmp_path / "small")]
+    made = CliRunner().invoke(app, words)
+    vllm, sglang = (x for x in made.stdout.splitlines() if x.startswith("python -m "))
+    assert "vllm.entrypoints" in vllm and "--attention-backend rope_ext" in sglang
+    assert "--engine sglang --url http://localhost:30000" in " ".join(made.stderr.split())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["as patched", "unextended", "wrong factor (1 % more)"])
 def test_no_server_is_judged_wrong(

@@ -106,9 +106,10 @@ tables = SimpleNamespace(low=range(bands), rotated=rotated, temperature=1)
 constants = paged.tile(queries, groups, columns)
 options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
 constants |= paged.constants(tables, groups, 8, 16, columns // 2, columns)
-constants |= dict(WINDOW=0, HAS_SINKS=bool(sinks), HAS_CAP=False, PRECISION="tf32")
+constants |= dict(WINDOW=0, HAS_PAGES_OF=True, HAS_SINKS=bool(sinks), HAS_CAP=False)
+constants |= dict(PRECISION="tf32")
 kernel, types, aligned = paged_kernel.paged_kernel, {}, {}
-integers = "PAGES LENGTHS STARTS LOW HIGH QUERY KEY KEY_STEP".split()
+integers = "PAGES PAGES_OF LENGTHS STARTS LOW HIGH QUERY KEY KEY_STEP".split()
 halves = ["Q", "K", "V"] + ["OUT"] * (constants["SPLITS"] == 1)
 for index, name in enumerate(kernel.arg_names):
     if name in constants:

@@ -102,6 +102,7 @@ class Case:
     sinks: bool = False
     by_token: bool = False  # slots before heads, as other engines lay out their pages
     padding: int = 0  # tokens after those of the requests
+    rows_of_a_pool: bool = False  # pages in rows of a larger table, as SGLang keeps them
 
     def error(self, method: PositionMethod, rope: Rope) -> float:
         make = torch.Generator().manual_seed(0)
@@ -127,6 +128,11 @@ class Case:
             cache[pages[row][at // self.slots].long(), :, at % self.slots] = stored
         keys, values = cache.split(self.columns, dim=-1)
         batch = paged.Batch(pages, lengths, starts, max(counts))
+        if self.rows_of_a_pool:
+            order = torch.randperm(len(counts) + 4, generator=make)[: len(counts)]
+            pool = torch.full((len(counts) + 4, pages.shape[1]), 10**6, dtype=torch.int32)
+            pool[order] = pages
+            batch = replace(batch, pages=pool, pages_of=order, lengths=lengths.long())
         paged.attend(query, keys, values, out, batch, tables, logits, self.splits)
         assert not out[: starts[-1]].isnan().any()
         assert out[starts[-1] :].isnan().all()
@@ -216,6 +222,8 @@ def test_decoding(name: str) -> None:
         {"slots": 32},
         {"slots": 128},
         {"slots": 1},
+        {"slots": 1, "rows_of_a_pool": True},
+        {"slots": 1, "rows_of_a_pool": True, "batch": ((1, 150), (1, 20))},
         {"by_token": True},
         {"padding": 3},
         {"padding": 2, "batch": ((1, 40), (1, 90))},

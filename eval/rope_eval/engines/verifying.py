@@ -427,7 +427,7 @@ def write(miniature: Miniature, folder: Path) -> tuple[dict[str, str], list[str]
     miniature.model.config._name_or_path = str(folder)
     commands = {}
     refusals = []
-    for engine in ["vllm"] if by_plugin else SERVERS:
+    for engine in ["vllm", "sglang"] if by_plugin else SERVERS:
         inside = engine == "llama.cpp"
         try:
             if inside:

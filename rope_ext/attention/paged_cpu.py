@@ -1,0 +1,298 @@
+"""Attention of single queries on paged caches on CPUs, for decoding: loops that numba compiles.
+
+As in :mod:`rope_ext.attention.paged`, a key is cached once, under the rotation of the method's last
+band, and is read from its page once per step. Bands that need another rotation rotate it in the
+processor's cache. Needs numba, which vLLM installs.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from torch import Tensor
+
+from rope_ext.attention.call import Rotation
+from rope_ext.methods.geometry import extent
+
+DTYPES = (torch.float32, torch.bfloat16)
+"""Dtypes of caches that the kernel reads."""
+SPAN = 1024
+"""Most keys of a part, which one thread computes: the result depends on no number of threads."""
+_SIZE = 32
+"""Keys that are copied into the processor's first cache at once."""
+# Sums may be reordered, which vectorises them; numbers that are not finite stay as they are.
+_SUMS = {"reassoc", "contract", "nsz", "arcp"}
+_jit: Any = numba.njit(fastmath=_SUMS, error_model="numpy", nogil=True)
+
+
+@dataclass(frozen=True)
+class KeyTables:
+    """Further rotations of cached keys: cosines and sines by position, for each band."""
+
+    cos: tuple[np.ndarray, ...]  # float32, [positions, pairs]
+    sin: tuple[np.ndarray, ...]
+    rotates: np.ndarray  # whether the band rotates its keys, bool, [bands]
+
+    @classmethod
+    def from_rotations(cls, rotations: Sequence[Rotation], pairs: int) -> "KeyTables":
+        """Take one rotation for each band, ``[positions or 1, pairs]``, float32."""
+        unused = torch.zeros(1, pairs)
+        given = [(unused, unused) if x is None else x for x in rotations]
+        return cls(
+            cos=tuple(cos.contiguous().numpy() for cos, _ in given),
+            sin=tuple(sin.contiguous().numpy() for _, sin in given),
+            rotates=np.array([x is not None for x in rotations]),
+        )
+
+
+@dataclass(frozen=True)
+class Queries:
+    """The queries of a step; the same for all layers."""
+
+    requests: Tensor  # the request of each query, int64, [queries]
+    positions: Tensor  # int64, [queries]
+    parts: np.ndarray  # query, band, first and last key of each part, int64, [parts, 4]
+    of_query: np.ndarray  # first part of each query, and their number, int64, [queries + 1]
+
+    @classmethod
+    def from_positions(
+        cls, requests: Sequence[int], positions: Sequence[int], geometries: Sequence[Any]
+    ) -> "Queries":
+        """Split what each query sees into parts; ``positions`` count from 0 in each request."""
+        parts: list[tuple[int, int, int, int]] = []
+        of_query = [0]
+        for query, position in enumerate(positions):
+            for band, geometry in enumerate(geometries):
+                keys = extent(geometry, 1, position + 1)
+                for first in range(keys.start, keys.stop, SPAN):
+                    parts.append((query, band, first, min(first + SPAN, keys.stop)))
+            of_query.append(len(parts))
+        return cls(
+            requests=torch.tensor(requests, dtype=torch.int64),
+            positions=torch.tensor(positions, dtype=torch.int64),
+            parts=np.array(parts, dtype=np.int64).reshape(-1, 4),
+            of_query=np.array(of_query, dtype=np.int64),
+        )
+
+
+def attend(query: Tensor, cache: Tensor, pages: Tensor, of: Queries, tables: KeyTables) -> Tensor:
+    """Return the attention of single queries, float32, ``[queries, heads, columns]``.
+
+    Args:
+        query: scaled and rotated for each band, float32, ``[bands, queries, heads, columns]``.
+        cache: keys and values side by side, as the last band rotates keys; a dtype of
+            :data:`DTYPES`, ``[pages, key heads, slots, 2 * columns]``.
+        pages: pages of every request, int32, ``[requests, most pages]``.
+        of: where the queries are.
+        tables: further rotations of keys.
+    """
+    bands, count, heads, columns = query.shape
+    kv_heads = cache.shape[1]
+    by_key = query.reshape(bands, count, kv_heads, heads // kv_heads, columns)
+    bits = cache.dtype == torch.bfloat16
+    out = torch.empty(by_key.shape[1:])
+    _start_threads()
+    # Set for the thread of the caller only.
+    numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
+    _attend(
+        by_key.numpy(),
+        cache.view(torch.uint16).numpy() if bits else cache.numpy(),
+        pages.numpy(),
+        of.requests.numpy(),
+        of.parts,
+        of.of_query,
+        tables.cos,
+        tables.sin,
+        tables.rotates,
+        out.numpy(),
+    )
+    return out.view(count, heads, columns)
+
+
+@functools.cache
+def _start_threads() -> None:
+    """Start numba's threads, those of torch where both found the same OpenMP library.
+
+    numba starts one for each processor, and makes that the number of threads of torch, too.
+    """
+    count = torch.get_num_threads()
+    numba.set_num_threads(1)
+    if torch.get_num_threads() != count:
+        torch._C.set_num_threads(count)  # an engine may have replaced torch.set_num_threads
+
+
+@numba.njit(fastmath=_SUMS, error_model="numpy", parallel=True)
+def _attend(
+    query: Any,
+    cache: Any,
+    pages: Any,
+    requests: Any,
+    parts: Any,
+    of_query: Any,
+    cos: Any,
+    sin: Any,
+    rotates: Any,
+    out: Any,
+) -> None:
+    """Fill ``out``, ``[queries, key heads, groups, columns]``; every part has its own softmax."""
+    _, count, kv_heads, groups, columns = query.shape
+    logits = np.empty((len(parts), kv_heads, groups, 2), np.float32)  # highest, and sum
+    sums = np.empty((len(parts), kv_heads, groups, columns), np.float32)
+    for index in numba.prange(len(parts) * kv_heads):
+        part = index // kv_heads
+        head = index % kv_heads
+        number, band, first, last = parts[part]
+        _part(
+            query[band, number, head],
+            cache,
+            head,
+            pages[requests[number]],
+            first,
+            last,
+            cos[band],
+            sin[band],
+            rotates[band],
+            logits[part, head],
+            sums[part, head],
+        )
+    for number in range(count):
+        _merge(logits, sums, of_query[number], of_query[number + 1], out[number])
+
+
+@_jit
+def _merge(logits: Any, sums: Any, first: Any, last: Any, out: Any) -> None:
+    """Merge the parts of a query by their log-sum-exps."""
+    for head in range(out.shape[0]):
+        for group in range(out.shape[1]):
+            highest = np.float32(-np.inf)
+            for part in range(first, last):
+                highest = max(highest, logits[part, head, group, 0])
+            total = np.float32(0)
+            out[head, group] = 0
+            for part in range(first, last):
+                factor = np.float32(math.exp(logits[part, head, group, 0] - highest))
+                total += factor * logits[part, head, group, 1]
+                for column in range(out.shape[2]):
+                    out[head, group, column] += factor * sums[part, head, group, column]
+            for column in range(out.shape[2]):
+                out[head, group, column] /= total
+
+
+@_jit
+def _part(
+    query: Any,
+    cache: Any,
+    head: Any,
+    pages: Any,
+    first: Any,
+    last: Any,
+    cos: Any,
+    sin: Any,
+    rotates: Any,
+    logits: Any,
+    sums: Any,
+) -> None:
+    """Compute one part for the heads of one key head: an online softmax over blocks of keys."""
+    groups, columns = query.shape
+    slots = cache.shape[2]
+    bits = np.empty((2, _SIZE, columns), np.uint32)  # keys and values
+    keys = bits[0].view(np.float32)
+    values = bits[1].view(np.float32)
+    weights = np.empty((groups, _SIZE), np.float32)
+    logits[:, 0] = -np.inf
+    logits[:, 1] = 0
+    sums[:] = 0
+    while first < last:
+        page = pages[first // slots]
+        slot = first % slots
+        count = min(min(_SIZE, slots - slot), last - first)
+        for key in range(count):
+            cached = cache[page, head, slot + key]
+            _copy(cached[:columns], bits[0, key], keys[key])
+            _copy(cached[columns:], bits[1, key], values[key])
+            if rotates:
+                _rotate(keys[key], cos[first + key], sin[first + key])
+        for group in range(groups):
+            for key in range(count):
+                logit = np.float32(0)
+                for column in range(columns):
+                    logit += query[group, column] * keys[key, column]
+                weights[group, key] = logit
+            _weigh(weights[group], count, logits[group], sums[group])
+            _add(weights[group], count, values, sums[group])
+        first += count
+
+
+def _copy(cached: Any, bits: Any, floats: Any) -> None:
+    """Copy keys and values to ``floats``, of which ``bits`` is another view."""
+
+
+@numba.extending.overload(_copy, jit_options={"error_model": "numpy"}, inline="always")
+def _copy_dtype(cached: Any, bits: Any, floats: Any) -> Any:
+    if cached.dtype == numba.types.float32:
+
+        def copy(cached: Any, bits: Any, floats: Any) -> None:
+            for column in range(len(cached)):
+                floats[column] = cached[column]
+
+        return copy
+
+    def widen(cached: Any, bits: Any, floats: Any) -> None:
+        for column in range(len(cached)):  # bfloat16 is the upper half of a float32
+            bits[column] = np.uint32(cached[column]) << np.uint32(16)
+
+    return widen
+
+
+@_jit
+def _rotate(key: Any, cos: Any, sin: Any) -> None:
+    pairs = len(cos)
+    first = key[:pairs]
+    second = key[pairs:]
+    for pair in range(pairs):
+        a = first[pair]
+        b = second[pair]
+        first[pair] = a * cos[pair] - b * sin[pair]
+        second[pair] = b * cos[pair] + a * sin[pair]
+
+
+@_jit
+def _weigh(weights: Any, count: Any, logits: Any, sums: Any) -> None:
+    """Turn the logits of a block into weights relative to the highest logit so far."""
+    highest = logits[0]
+    for key in range(count):
+        highest = max(highest, weights[key])
+    if highest > logits[0]:
+        factor = np.float32(math.exp(logits[0] - highest))
+        logits[0] = highest
+        logits[1] *= factor
+        for column in range(len(sums)):
+            sums[column] *= factor
+    total = np.float32(0)
+    for key in range(count):
+        weight = np.float32(math.exp(weights[key] - highest))
+        weights[key] = weight
+        total += weight
+    logits[1] += total
+
+
+@_jit
+def _add(weights: Any, count: Any, values: Any, sums: Any) -> None:
+    """Add the weighted values of a block, four at a time, so that sums are stored less often."""
+    fours = count // 4 * 4
+    for key in range(0, fours, 4):
+        for column in range(len(sums)):
+            sums[column] += (
+                weights[key] * values[key, column]
+                + weights[key + 1] * values[key + 1, column]
+                + weights[key + 2] * values[key + 2, column]
+                + weights[key + 3] * values[key + 3, column]
+            )
+    for key in range(fours, count):
+        for column in range(len(sums)):
+            sums[column] += weights[key] * values[key, column]

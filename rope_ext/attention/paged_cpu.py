@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rope_ext.attention.call import Rotation
+from rope_ext.attention.call import RotatedBand, Rotation
 from rope_ext.methods.geometry import extent
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -31,84 +31,100 @@ _jit: Any = numba.njit(fastmath=_SUMS, error_model="numpy", nogil=True)
 
 
 @dataclass(frozen=True)
-class KeyTables:
-    """Further rotations of cached keys: cosines and sines by position, for each band."""
-
-    cos: tuple[np.ndarray, ...]  # float32, [positions, pairs]
-    sin: tuple[np.ndarray, ...]
-    rotates: np.ndarray  # whether the band rotates its keys, bool, [bands]
-
-    @classmethod
-    def from_rotations(cls, rotations: Sequence[Rotation], pairs: int) -> "KeyTables":
-        """Take one rotation for each band, ``[positions or 1, pairs]``, float32."""
-        unused = torch.zeros(1, pairs)
-        given = [(unused, unused) if x is None else x for x in rotations]
-        return cls(
-            cos=tuple(cos.contiguous().numpy() for cos, _ in given),
-            sin=tuple(sin.contiguous().numpy() for _, sin in given),
-            rotates=np.array([x is not None for x in rotations]),
-        )
-
-
-@dataclass(frozen=True)
 class Queries:
-    """The queries of a step; the same for all layers."""
+    """Single queries of a step, and all that their positions decide; the same for all layers."""
 
     requests: Tensor  # the request of each query, int64, [queries]
-    positions: Tensor  # int64, [queries]
     parts: np.ndarray  # query, band, first and last key of each part, int64, [parts, 4]
     of_query: np.ndarray  # first part of each query, and their number, int64, [queries + 1]
+    # Rotations of queries in each band, with the scale, [bands, queries, 1, pairs].
+    cos: Tensor
+    sin: Tensor
+    # Further rotations of cached keys in each band by position, float32, [positions, pairs].
+    key_cos: tuple[np.ndarray, ...]
+    key_sin: tuple[np.ndarray, ...]
+    rotates_keys: np.ndarray  # whether the band rotates its keys, bool, [bands]
 
     @classmethod
-    def from_positions(
-        cls, requests: Sequence[int], positions: Sequence[int], geometries: Sequence[Any]
+    def from_bands(
+        cls,
+        requests: Sequence[int],
+        positions: Sequence[int],
+        bands: Sequence[RotatedBand],
+        pairs: int,
+        scales: Tensor,
     ) -> "Queries":
-        """Split what each query sees into parts; ``positions`` count from 0 in each request."""
+        """Split what each query sees into parts.
+
+        Args:
+            requests: the request of each query.
+            positions: position of each query in its request, from 0.
+            bands: rotations of these queries, and of all keys by position.
+            pairs: columns of a head, divided by 2.
+            scales: factor of the logits of each query, ``[queries]``.
+        """
         parts: list[tuple[int, int, int, int]] = []
         of_query = [0]
         for query, position in enumerate(positions):
-            for band, geometry in enumerate(geometries):
-                keys = extent(geometry, 1, position + 1)
+            for number, band in enumerate(bands):
+                keys = extent(band.geometry, 1, position + 1)
                 for first in range(keys.start, keys.stop, SPAN):
-                    parts.append((query, band, first, min(first + SPAN, keys.stop)))
+                    parts.append((query, number, first, min(first + SPAN, keys.stop)))
             of_query.append(len(parts))
+        queries = [_table(band.query, len(positions), pairs) for band in bands]
+        length = max(positions, default=0) + 1
+        keys_of = [_table(band.key, 1 if band.key is None else length, pairs) for band in bands]
         return cls(
             requests=torch.tensor(requests, dtype=torch.int64),
-            positions=torch.tensor(positions, dtype=torch.int64),
             parts=np.array(parts, dtype=np.int64).reshape(-1, 4),
             of_query=np.array(of_query, dtype=np.int64),
+            cos=(torch.stack([cos for cos, _ in queries]) * scales[:, None])[:, :, None],
+            sin=(torch.stack([sin for _, sin in queries]) * scales[:, None])[:, :, None],
+            key_cos=tuple(cos.numpy() for cos, _ in keys_of),
+            key_sin=tuple(sin.numpy() for _, sin in keys_of),
+            rotates_keys=np.array([band.key is not None for band in bands]),
         )
 
 
-def attend(query: Tensor, cache: Tensor, pages: Tensor, of: Queries, tables: KeyTables) -> Tensor:
+def _table(rotation: Rotation, count: int, pairs: int) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines of ``count`` tokens, float32, ``[count, pairs]``."""
+    if rotation is None:
+        return torch.ones(count, pairs), torch.zeros(count, pairs)
+    cos, sin = (x.float().expand(count, pairs).contiguous() for x in rotation)
+    return cos, sin
+
+
+def attend(query: Tensor, cache: Tensor, pages: Tensor, queries: Queries) -> Tensor:
     """Return the attention of single queries, float32, ``[queries, heads, columns]``.
 
     Args:
-        query: scaled and rotated for each band, float32, ``[bands, queries, heads, columns]``.
+        query: ``[queries, heads, columns]``; the halves of a head are its pairs.
         cache: keys and values side by side, as the last band rotates keys; a dtype of
             :data:`DTYPES`, ``[pages, key heads, slots, 2 * columns]``.
         pages: pages of every request, int32, ``[requests, most pages]``.
-        of: where the queries are.
-        tables: further rotations of keys.
+        queries: where the queries are.
     """
-    bands, count, heads, columns = query.shape
+    count, heads, columns = query.shape
     kv_heads = cache.shape[1]
-    by_key = query.reshape(bands, count, kv_heads, heads // kv_heads, columns)
-    bits = cache.dtype == torch.bfloat16
+    first, second = query.float().chunk(2, dim=-1)
+    cos = queries.cos
+    sin = queries.sin
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    by_key = rotated.view(len(rotated), count, kv_heads, heads // kv_heads, columns)
     out = torch.empty(by_key.shape[1:])
     _start_threads()
     # Set for the thread of the caller only.
     numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
     _attend(
         by_key.numpy(),
-        cache.view(torch.uint16).numpy() if bits else cache.numpy(),
+        (cache.view(torch.uint16) if cache.dtype == torch.bfloat16 else cache).numpy(),
         pages.numpy(),
-        of.requests.numpy(),
-        of.parts,
-        of.of_query,
-        tables.cos,
-        tables.sin,
-        tables.rotates,
+        queries.requests.numpy(),
+        queries.parts,
+        queries.of_query,
+        queries.key_cos,
+        queries.key_sin,
+        queries.rotates_keys,
         out.numpy(),
     )
     return out.view(count, heads, columns)

@@ -22,8 +22,8 @@ from rope_ext.errors import ExportError
 
 FEW = 4
 """Most new tokens of a request that decodes: above, torch reads keys fewer times."""
-# Before vLLM 0.32 loads a second model in a process, it reads `vars` of what any module holds, which
-# this object answers with a function of LLVM.
+# Before vLLM 0.32 loads a second model in a process, it reads `vars(x)` of what any module
+# holds, and this object would answer with a function of LLVM.
 ffi.lib._fntab.setdefault("__dict__", {})
 _AT = (torch.device("cpu"), torch.float32)
 
@@ -82,11 +82,7 @@ class Step:
     """What all layers share in a step."""
 
     tokens: torch.Tensor | slice  # those of requests that decode
-    decoding: paged_cpu.Queries
-    # Rotation of the queries of each band, scaled: [bands, queries, 1, pairs].
-    cos: torch.Tensor
-    sin: torch.Tensor
-    keys: paged_cpu.KeyTables
+    decoding: paged_cpu.Queries | None
     prompts: list[tuple[int, slice, int]]  # request, its new tokens, and number of all its tokens
 
 
@@ -142,8 +138,11 @@ class Banded(CPUAttentionBackendImpl):
             step = self._step(attn_metadata, kv_cache.dtype)
             attn_metadata._rope_ext_step = step
         out = output.view(len(output), self.num_heads, self.head_size)
-        if len(step.decoding.positions):
-            out[step.tokens] = self._decode(query[step.tokens], kv_cache, attn_metadata, step)
+        if step.decoding is not None:
+            pages = attn_metadata.block_table
+            out[step.tokens] = paged_cpu.attend(
+                query[step.tokens], kv_cache, pages, step.decoding
+            ).to(out.dtype)
         for request, new, last in step.prompts:
             blocks = attn_metadata.block_table[request, : -(-last // kv_cache.shape[2])]
             kept = kv_cache[blocks].transpose(0, 1).flatten(1, 2)[None, :, :last]
@@ -167,47 +166,33 @@ class Banded(CPUAttentionBackendImpl):
                 positions += range(last - len(new), last)
             elif new:
                 prompts.append((request, slice(new.start, new.stop), last))
-        cos, sin = self._query_rotations(torch.tensor(positions, dtype=torch.int64))
-        longest = max(positions, default=0) + 1
-        geometries = [geometry for geometry, _, _ in self.served.bands]
-        rotations = [of_key.between(0, longest, *_AT) for _, _, of_key in self.served.bands]
-        every = tokens == list(range(len(tokens)))
+        alone = tokens == list(range(len(tokens)))
         return Step(
-            tokens=slice(0, len(tokens)) if every else torch.tensor(tokens),
-            decoding=paged_cpu.Queries.from_positions(requests, positions, geometries),
-            cos=cos,
-            sin=sin,
-            keys=paged_cpu.KeyTables.from_rotations(rotations, self.head_size // 2),
+            tokens=slice(0, len(tokens)) if alone else torch.tensor(tokens),
+            decoding=self._decoding(requests, positions) if tokens else None,
             prompts=prompts,
         )
 
-    def _query_rotations(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return scaled cosines and sines of each band, ``[bands, queries, 1, pairs]``."""
+    def _decoding(self, requests: list[int], positions: list[int]) -> paged_cpu.Queries:
+        """Return what the layers share for single queries at ``positions`` of ``requests``."""
         served = self.served
-        rotations = [of_query.at(positions, torch.float32) for _, of_query, _ in served.bands]
-        shape = len(positions), self.head_size // 2
-        idle = torch.ones(shape), torch.zeros(shape)
-        cos = torch.stack([idle[0] if x is None else x[0].expand(shape) for x in rotations])
-        sin = torch.stack([idle[1] if x is None else x[1].expand(shape) for x in rotations])
-        factor = torch.full((len(positions), 1), self.scale * served.scaling)
-        temperature = served.temperature(positions)
-        if temperature is not None:
-            factor = factor * temperature[:, None]
-        return (cos * factor)[:, :, None], (sin * factor)[:, :, None]
-
-    def _decode(
-        self, query: torch.Tensor, kv_cache: torch.Tensor, attn_metadata: Any, step: Step
-    ) -> torch.Tensor:
-        first, second = query.float().chunk(2, dim=-1)
-        rotated = torch.cat(
-            (first * step.cos - second * step.sin, second * step.cos + first * step.sin), dim=-1
+        places = torch.tensor(positions)
+        last = max(positions) + 1
+        bands = [
+            RotatedBand(seen, of_query.at(places, torch.float32), of_key.between(0, last, *_AT))
+            for seen, of_query, of_key in served.bands
+        ]
+        temperature = served.temperature(places)
+        scales = torch.ones(len(positions)) if temperature is None else temperature
+        return paged_cpu.Queries.from_bands(
+            requests=requests,
+            positions=positions,
+            bands=bands,
+            pairs=self.head_size // 2,
+            scales=scales * (self.scale * served.scaling),
         )
-        pages = attn_metadata.block_table
-        return paged_cpu.attend(rotated, kv_cache, pages, step.decoding, step.keys)
 
-    def _attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> torch.Tensor:
+    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Return attention, ``[queries, heads, columns]``; the queries are the last keys."""
         served = self.served
         last = key.shape[2]

@@ -220,6 +220,7 @@ def _part(
     keys = bits[0].view(np.float32)
     values = bits[1].view(np.float32)
     weights = np.empty((groups, _SIZE), np.float32)
+    exponents = np.empty(_SIZE, np.int32)
     logits[:, 0] = -np.inf
     logits[:, 1] = 0
     sums[:] = 0
@@ -239,7 +240,7 @@ def _part(
                 for column in range(columns):
                     logit += query[group, column] * keys[key, column]
                 weights[group, key] = logit
-            _weigh(weights[group], count, logits[group], sums[group])
+            _weigh(weights[group], count, logits[group], sums[group], exponents)
             _add(weights[group], count, values, sums[group])
         first += count
 
@@ -278,7 +279,7 @@ def _rotate(key: Any, cos: Any, sin: Any) -> None:
 
 
 @_jit
-def _weigh(weights: Any, count: Any, logits: Any, sums: Any) -> None:
+def _weigh(weights: Any, count: Any, logits: Any, sums: Any, bits: Any) -> None:
     """Turn the logits of a block into weights relative to the highest logit so far."""
     highest = logits[0]
     for key in range(count):
@@ -289,12 +290,35 @@ def _weigh(weights: Any, count: Any, logits: Any, sums: Any) -> None:
         logits[1] *= factor
         for column in range(len(sums)):
             sums[column] *= factor
+    powers = bits.view(np.float32)
+    for key in range(count):  # two loops, which are vectorised
+        fraction, exponent = _exp(weights[key] - highest)
+        weights[key] = fraction
+        bits[key] = (exponent + np.int32(127)) << np.int32(23)  # 2 to this power as a float32
     total = np.float32(0)
     for key in range(count):
-        weight = np.float32(math.exp(weights[key] - highest))
+        weight = weights[key] * powers[key]
         weights[key] = weight
         total += weight
     logits[1] += total
+
+
+@_jit
+def _exp(x: Any) -> Any:
+    """Return two numbers, ``f`` and ``n``, with ``exp(x) = f 2**n``, for ``x`` up to 0.
+
+    The polynomial is that of Cephes; math.exp would be called for one number at a time.
+    """
+    x = max(x, np.float32(-87))  # 2**n is no subnormal number
+    n = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
+    rest = x - n * np.float32(0.693359375) + n * np.float32(2.12194440e-4)
+    made = np.float32(1.9875691500e-4)
+    made = made * rest + np.float32(1.3981999507e-3)
+    made = made * rest + np.float32(8.3334519073e-3)
+    made = made * rest + np.float32(4.1665795894e-2)
+    made = made * rest + np.float32(1.6666665459e-1)
+    made = made * rest + np.float32(5.0000001201e-1)
+    return made * rest * rest + rest + np.float32(1), np.int32(n)
 
 
 @_jit

@@ -15,9 +15,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig
 
-from rope_ext.attention import dispatch as attention
 from rope_ext.attention import paged
-from rope_ext.attention.call import Call, Pairs, RotatedBand
 from rope_ext.engines.configs import plugin_refusal
 from rope_ext.errors import ExportError
 from rope_ext.methods import PositionMethod, Rope
@@ -39,26 +37,10 @@ class Served:
     columns: int  # rotary columns of a head
     scaling: float  # factor of the logits
 
-    def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
-    ) -> torch.Tensor:
-        """Compute attention, ``[1, heads, queries, columns]``; the queries are the last keys."""
-        last = key.shape[2]
-        half = self.columns // 2
-        at = (key.device, torch.float32)
-        first = last - query.shape[2]
-        pairs = Pairs(slice(0, half), slice(half, self.columns))
-        query = pairs.rotate(query, self.stored.between(first, last, *at))
-        key = pairs.rotate(key, self.stored.between(0, last, *at))
-        bands = [
-            RotatedBand(seen, of_query.between(first, last, *at), of_key.between(0, last, *at))
-            for seen, of_query, of_key in self.bands
-        ]
-        places = torch.arange(first, last, dtype=torch.float64)
-        temperature = self.method.query_scaling(places, self.rope)
-        if temperature is not None:
-            query = (query * temperature.float()[:, None]).to(query.dtype)
-        return attention.attend(query, key, value, Call(bands, pairs, scale * self.scaling))
+    def temperature(self, positions: torch.Tensor) -> torch.Tensor | None:
+        """Return factors of queries, float32, ``[queries]``; None if all are 1."""
+        factors = self.method.query_scaling(positions.double(), self.rope)
+        return None if factors is None else factors.float()
 
     def refuse_pairs(self) -> None:
         """Raise if the tables of the paged kernel cannot hold the method."""

@@ -121,7 +121,7 @@ def timed(engine: Any, requests: int, length: int, new: int) -> Times:
     from vllm import SamplingParams
 
     generator = torch.Generator().manual_seed(SEED)
-    prompts = torch.randint(4, 4000, (requests, length), generator=generator).tolist()
+    prompts = torch.randint(4, 1000, (requests, length), generator=generator).tolist()
     greedy = SamplingParams(temperature=0, max_tokens=1 + new, ignore_eos=True, detokenize=False)
     for number, prompt in enumerate(prompts):
         name = f"{number} {time.monotonic_ns()}"

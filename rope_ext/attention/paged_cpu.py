@@ -89,7 +89,8 @@ class Queries:
 def _table(rotation: Rotation, count: int, pairs: int) -> tuple[Tensor, Tensor]:
     """Return cosines and sines of ``count`` tokens, float32, ``[count, pairs]``."""
     if rotation is None:
-        return torch.ones(count, pairs), torch.zeros(count, pairs)
+        cos = torch.ones(count, pairs, dtype=torch.float32)
+        return cos, torch.zeros_like(cos)
     cos, sin = (x.float().expand(count, pairs).contiguous() for x in rotation)
     return cos, sin
 
@@ -111,7 +112,7 @@ def attend(query: Tensor, cache: Tensor, pages: Tensor, queries: Queries) -> Ten
     sin = queries.sin
     rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
     by_key = rotated.view(len(rotated), count, kv_heads, heads // kv_heads, columns)
-    out = torch.empty(by_key.shape[1:])
+    out = torch.empty(by_key.shape[1:], dtype=torch.float32)
     _start_threads()
     # Set for the thread of the caller only.
     numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))

@@ -103,6 +103,15 @@ class Banded(CPUAttentionBackendImpl):
                 f"ALiBi, soft caps and sinks, for heads that rotate as a whole"
             )
         self.pairs = _pairs(served)
+        self._compile(get_current_vllm_config().model_config.dtype)
+
+    def _compile(self, dtype: torch.dtype) -> None:
+        """Compile what decodes, so that the first request does not wait for it."""
+        if dtype in paged_cpu.DTYPES:
+            query = torch.zeros(1, self.num_heads, self.head_size, dtype=dtype)
+            cache = torch.zeros(1, self.num_kv_heads, 1, 2 * self.head_size, dtype=dtype)
+            pages = torch.zeros(1, 1, dtype=torch.int32)
+            paged_cpu.attend(query, cache, pages, self._decoding([0], [0]))
 
     def do_kv_cache_update(
         self,
@@ -184,7 +193,8 @@ class Banded(CPUAttentionBackendImpl):
             for seen, of_query, of_key in served.bands
         ]
         temperature = served.temperature(places)
-        scales = torch.ones(len(positions)) if temperature is None else temperature
+        one = torch.ones(len(positions), dtype=torch.float32)
+        scales = one if temperature is None else temperature
         return paged_cpu.Queries.from_bands(
             requests=requests,
             positions=positions,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,9 +26,6 @@ from rope_ext.rotary import context, hooks
 from rope_ext.rotary.context import NOTE, ForwardContext
 from rope_ext.rotary.masks import beginnings, goes_on, tokens_among
 from rope_ext.rotary.sites import RotarySite
-
-if TYPE_CHECKING:
-    from rope_ext.position.masks import BatchMask
 
 FEW = 16
 """Maximum number of queries whose logits on all slots are computed at once."""
@@ -178,8 +175,8 @@ class Shared:
     """By how much a learned temperature grows at every query, float64 ``[rows or 1, tokens]``."""
     copies: dict[torch.device, PositionForward] = field(default_factory=dict)
     """The forward on other devices."""
-    given_masks: dict[int, BatchMask] = field(default_factory=dict)
-    """Masks of the caller, by the id of their tensors, which they keep alive."""
+    given_masks: dict[int, Any] = field(default_factory=dict)
+    """A BatchMask for every mask of the caller, by the id of its tensor, which it keeps alive."""
     computed: dict[nn.Module, Any] = field(default_factory=dict)
     """Rotations of attention modules that compute their positions, until they attend."""
     input: Tensor | None = None  # positions as vectors, [rows or 1, tokens, columns]

@@ -1,6 +1,7 @@
 """transformers' OpenAI-compatible server, ``transformers serve``, with a patched model."""
 
 import errno
+import os
 import socket
 import time
 from collections.abc import Callable
@@ -58,7 +59,7 @@ def run(model: str, patch: Callable[[Any], Any] | None, **options: Any) -> None:
                 loaded = super()._load_model(model_id_and_revision, *args, **kwargs)
                 patch(loaded)
                 return loaded
-            name, revision = model_id_and_revision.split("@", 1)
+            name, revision = _split(model_id_and_revision)
             return from_pretrained(
                 name,
                 revision=revision,
@@ -80,6 +81,18 @@ def run(model: str, patch: Callable[[Any], Any] | None, **options: Any) -> None:
             time.sleep(0.2)
     finally:
         made.kill_server()
+
+
+def _split(model: str) -> tuple[str, str]:
+    """Split a model, as transformers' server names it, into its name and revision.
+
+    The server appends ``@main`` where no revision is given, and from transformers 5.24 on it does
+    not.
+    """
+    if os.path.exists(model) or "@" not in model:
+        return model, "main"
+    name, _, revision = model.rpartition("@")
+    return name, revision
 
 
 def _require_dtype(name: str) -> None:

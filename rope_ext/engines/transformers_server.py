@@ -109,7 +109,7 @@ def _require_free(host: str, port: int) -> None:
         raise OptionError(f"--port {port} is not valid; it must be between 1 and 65535")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        socket.getaddrinfo(host, port, family)
+        socket.getaddrinfo(host or None, port, family)
         socket.create_server((host, port), family=family).close()
     except socket.gaierror as error:
         raise LoadError(

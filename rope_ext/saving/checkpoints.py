@@ -11,7 +11,7 @@ import torch
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
-    AutoModelForMultimodalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     PreTrainedConfig,
 )
@@ -87,7 +87,9 @@ def causal_class(config: Any) -> Any:
     """
     if "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
         return AutoModelForCausalLM
-    for cls in (AutoModelForCausalLM, AutoModelForMultimodalLM):
+    if getattr(config, "is_encoder_decoder", False):  # in both mappings, too
+        return None
+    for cls in (AutoModelForCausalLM, AutoModelForImageTextToText):
         if type(config) in cls._model_mapping:
             return cls
     return None

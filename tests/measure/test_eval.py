@@ -16,6 +16,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     Qwen2_5_VLForConditionalGeneration,
+    T5Gemma2ForConditionalGeneration,
     T5GemmaForConditionalGeneration,
 )
 from typer.testing import CliRunner
@@ -112,10 +113,11 @@ def test_a_model_for_images_and_text_is_measured_on_text(
         assert found[system.name, 256] == pytest.approx(float(losses.mean()), abs=1e-5)
 
 
+@pytest.mark.parametrize("cls", [T5GemmaForConditionalGeneration, T5Gemma2ForConditionalGeneration])
 def test_a_model_that_continues_no_prompt_is_refused_before_weights_are_read(
-    settings: Settings, tmp_path: Path
+    cls: Any, settings: Settings, tmp_path: Path
 ) -> None:
-    tiny_of(T5GemmaForConditionalGeneration).config.save_pretrained(tmp_path / "both")
+    tiny_of(cls).config.save_pretrained(tmp_path / "both")
     given = dataclasses.replace(settings, models=(str(tmp_path / "both"),))
     with pytest.raises(OptionError, match="encoder-decoder"):
         prepare(given, TASKS)

@@ -183,7 +183,7 @@ def require_tokens(model: nn.Module, samples: Iterable[Sample]) -> None:
         for sample in samples
         for tokens in (*sample.rows.windows, *(prompt.ids for prompt in sample.prompts))
     ]
-    checkpoints.require_tokens(model, max(map(max, texts)), "this call")
+    checkpoints.require_tokens(model, max(map(max, texts)), "these texts")
 
 
 def losses_at_end(

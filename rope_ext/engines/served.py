@@ -96,8 +96,7 @@ def _read(config: str, engine: str) -> Served | None:
 @functools.lru_cache(maxsize=1)
 def paged_tables(served: Served, positions: int, device: str) -> paged.Tables:
     """Compute the tables of a model for the paged kernel, which all of its layers share."""
-    places = torch.arange(positions, dtype=torch.float64, device="cpu")
-    temperature = served.method.query_scaling(places, served.rope)
+    temperature = served.temperature(torch.arange(positions, device="cpu"))
     bands = served.method.bands()
     inv_freq = served.inv_freq
     return paged.Tables.from_bands(bands, inv_freq, positions, temperature, device)

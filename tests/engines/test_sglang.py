@@ -24,7 +24,7 @@ from rope_ext.patching import current_patch
 from rope_ext.rotary.sites import text_decoder
 from tests.engines.record import SAME_CODE, ran
 from tests.families.zoo import tiny_model
-from tests.helpers.engines import BUILD, FLAGS, TABLES, built
+from tests.helpers.engines import BUILD, FLAGS, SERVED, TABLES, built
 from tests.helpers.models import several_axes
 
 Case = tuple[dict[str, Any], torch.Tensor]
@@ -206,14 +206,6 @@ SERVED_WITH = {
     "self_extend": {"window": 30, "group": 7},
     "string": {"shift": 48},
 }
-SERVED = [
-    ("llama", "rerope"),
-    ("llama", "leaky_rerope"),
-    ("mistral", "dual_chunk"),
-    ("qwen2", "self_extend"),
-    ("qwen3", "jet_long"),
-    ("llama", "string"),
-]
 
 
 @pytest.mark.slow

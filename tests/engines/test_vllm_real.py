@@ -29,6 +29,7 @@ from rope_ext.engines.configs import PLUGIN_METHODS, POOLING_FAMILIES
 from tests.engines.record import ran
 from tests.families.zoo import LENGTH, tiny_config, tiny_model, tiny_of
 from tests.helpers import pretrained
+from tests.helpers.engines import SERVED
 from tests.helpers.servers import running
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]
@@ -306,16 +307,6 @@ def interpreter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     made = Engine(python(), log, TRITON_INTERPRET="1")
     yield made
     made.close()
-
-
-SERVED = [
-    ("llama", "rerope"),
-    ("llama", "leaky_rerope"),
-    ("mistral", "dual_chunk"),
-    ("qwen2", "self_extend"),
-    ("qwen3", "jet_long"),
-    ("llama", "string"),
-]
 
 
 @pytest.mark.parametrize(("family", "method"), SERVED)

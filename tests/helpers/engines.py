@@ -36,6 +36,15 @@ BUILD = {
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=16)),
 }
+SERVED = [
+    ("llama", "rerope"),
+    ("llama", "leaky_rerope"),
+    ("mistral", "dual_chunk"),
+    ("qwen2", "self_extend"),
+    ("qwen3", "jet_long"),
+    ("llama", "string"),
+]
+"""Every method of the plugins for vLLM and SGLang, on one of their families, and each of these."""
 TABLE = [1.0 + 0.5 * i for i in range(8)]
 FLAGS: dict[str, tuple[str, dict[str, Any]]] = {
     "yarn": ("yarn", {}),

@@ -4,7 +4,6 @@ import copy
 import functools
 import json
 import logging
-import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,7 +31,7 @@ from rope_ext.errors import (
 from rope_ext.methods import FrequencyMethod, Method, build_method
 from rope_ext.options import Options, SlidingLayers
 from rope_ext.position.learned import Earlier
-from rope_ext.rotary.context import arguments, cache_among, forget_pages
+from rope_ext.rotary.context import LengthLimit, forget_pages
 from rope_ext.rotary.sites import (
     PatchTarget,
     RotarySite,
@@ -711,62 +710,11 @@ def _lengthen(given: Any, record: Record, tokenizer: Any, changes: Changes) -> l
     return [f"texts: cut at {reached} tokens (max_seq_length; without the patch {length})"]
 
 
-class _Limit:
-    """Decoder pre-hook that warns once if a forward has more tokens than the patch reaches."""
-
-    def __init__(self, method: str, trained: int, target: int) -> None:
-        self.method = method
-        self.trained = trained
-        self.target = target
-        self.told = self.told_of_draft = False
-
-    def __call__(self, decoder: nn.Module, args: tuple, kwargs: dict) -> None:
-        if torch.compiler.is_compiling() or self.told:
-            return
-        given = arguments(decoder, args, kwargs)
-        inputs = given.get("input_ids")
-        inputs = given.get("inputs_embeds") if inputs is None else inputs
-        cache = cache_among(given)
-        filled = cache.get_seq_length() if hasattr(cache, "get_seq_length") else 0
-        if not isinstance(inputs, torch.Tensor) or not isinstance(filled, int):
-            return  # do not wait for a length on a device
-        tokens = inputs.shape[1] + filled
-        positions = given.get("position_ids")
-        if tokens > self.target and isinstance(positions, torch.Tensor) and not positions.is_meta:
-            tokens = int(positions.max()) + 1  # packed and padded rows are longer
-        if tokens > self.target:
-            self.told = True
-            _logger.warning(
-                "rope_ext: this text has %d tokens, more than the %d that %s reaches; patch with "
-                "factor=%g or more (replace=True)",
-                tokens,
-                self.target,
-                self.method,
-                math.ceil(tokens / self.trained * 100) / 100,
-            )
-
-    def generate(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        """Check the draft model of assisted generation, then call ``model.generate``."""
-        draft = kwargs.get("assistant_model")
-        if isinstance(draft, nn.Module) and not self.told_of_draft:
-            longest = getattr(text_config(draft), "max_position_embeddings", None)
-            if isinstance(longest, int) and longest < self.target:
-                self.told_of_draft = True
-                _logger.warning(
-                    "rope_ext: the assistant_model reaches %d tokens and this model %d; beyond, "
-                    "its drafts are rejected; call rope_ext.patch(assistant_model, ..., factor=%g)",
-                    longest,
-                    self.target,
-                    math.ceil(self.target / longest * 100) / 100,
-                )
-        return original(*args, **kwargs)
-
-
 def _add_warnings(place: PatchTarget, record: Record, changes: Changes) -> None:
     """Warn about longer texts, shorter drafts, and adapters that were trained otherwise."""
     method = record.resolved
     if not method.is_dynamic and method.kind in ("frequency", "position"):
-        limit = _Limit(method.name, record.trained_length, record.target_length)
+        limit = LengthLimit(method.name, record.trained_length, record.target_length)
         changes.append(place.decoder.register_forward_pre_hook(limit, with_kwargs=True).remove)
         if not place.is_encoder:
             wrap(place.model, name="generate", function=limit.generate, changes=changes)

@@ -17,8 +17,7 @@ from rope_ext.encodings import Encoding, NoPE, RoPE
 from rope_ext.errors import AlreadyScaledError, OptionError, UnsupportedModelError
 from rope_ext.methods import Band, FrequencyMethod, Method, PositionMethod, Rope
 from rope_ext.methods.checked import not_none
-from rope_ext.methods.geometry import Distance
-from rope_ext.methods.kinds import identity
+from rope_ext.methods.geometry import Distance, identity
 from rope_ext.methods.rope import reach
 from rope_ext.options import Options, refuse_moving
 from rope_ext.position.layers import (

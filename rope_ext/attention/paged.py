@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from rope_ext.methods.geometry import Geometry
-from rope_ext.methods.kinds import Band, Map, at
+from rope_ext.methods.geometry import Band, Geometry, Map, at
 
 BLOCK = 64
 """Keys that share a reference position in decoding; a multiple of every tile."""

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from rope_ext.errors import OptionError
 from rope_ext.methods.checked import Positive
-from rope_ext.methods.geometry import Distance
-from rope_ext.methods.kinds import Band, Factor, PositionMethod, Rope
+from rope_ext.methods.geometry import Band, Distance
+from rope_ext.methods.kinds import Factor, PositionMethod, Rope
 
 Learned = Mapping[str, Tensor]
 Bounds = Mapping[str, tuple[float, float]]

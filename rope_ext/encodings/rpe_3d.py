@@ -5,8 +5,8 @@ import torch
 
 from rope_ext.encodings.base import Encoding
 from rope_ext.methods.checked import Number, Tokens, not_none
-from rope_ext.methods.geometry import Distance
-from rope_ext.methods.kinds import Band, Rope, Self, register
+from rope_ext.methods.geometry import Band, Distance
+from rope_ext.methods.kinds import Rope, Self, register
 
 
 @register

@@ -4,8 +4,8 @@ import torch
 
 from rope_ext.encodings.base import Encoding
 from rope_ext.methods.checked import Number
-from rope_ext.methods.geometry import Distance
-from rope_ext.methods.kinds import Band, identity, register
+from rope_ext.methods.geometry import Band, Distance, identity
+from rope_ext.methods.kinds import register
 
 
 @register

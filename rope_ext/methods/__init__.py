@@ -1,18 +1,19 @@
 """One file per method, registered on import in the order of the documentation."""
 
 # isort: off
-from rope_ext.methods.kinds import Band as Band, DynamicMethod as DynamicMethod
-from rope_ext.methods.kinds import FrequencyMethod as FrequencyMethod, Map as Map, Method as Method
+from rope_ext.methods.kinds import DynamicMethod as DynamicMethod
+from rope_ext.methods.kinds import FrequencyMethod as FrequencyMethod, Method as Method
 from rope_ext.methods.kinds import PositionMethod as PositionMethod, all_encodings as all_encodings
 from rope_ext.methods.kinds import all_methods as all_methods, build_method as build_method
-from rope_ext.methods.kinds import identity as identity, longrope_table as longrope_table
+from rope_ext.methods.kinds import longrope_table as longrope_table
 from rope_ext.methods.kinds import method_class as method_class, register as register
 from rope_ext.methods.rope import Rope as Rope, geometric as geometric, reach as reach
 from rope_ext.methods.temperature import Llama4 as Llama4, LogN as LogN, SSMax as SSMax
 from rope_ext.methods.temperature import Temperature as Temperature
 from rope_ext.methods.temperature import YaRNTemperature as YaRNTemperature
-from rope_ext.methods.geometry import ChunkGap as ChunkGap, Distance as Distance, Queries as Queries
-from rope_ext.methods.geometry import Sinks as Sinks
+from rope_ext.methods.geometry import Band as Band, ChunkGap as ChunkGap, Distance as Distance
+from rope_ext.methods.geometry import Map as Map, Queries as Queries, Sinks as Sinks
+from rope_ext.methods.geometry import identity as identity
 from rope_ext.methods.yarn import YaRN as YaRN
 from rope_ext.methods.dynamic_yarn import DynamicYaRN as DynamicYaRN
 from rope_ext.methods.ntk import NTK as NTK

@@ -6,7 +6,8 @@ from typing import Annotated
 import torch
 
 from rope_ext.methods.checked import Numbers, Tokens, not_none
-from rope_ext.methods.kinds import Band, Rope, Self, Tempered, after, register
+from rope_ext.methods.geometry import Band, after
+from rope_ext.methods.kinds import Rope, Self, Tempered, register
 
 # For each of the eight groups of Llama-3-8B (8192 tokens): rotations of its fastest pair within the
 # trained length, and the effective length that the authors found, in trained lengths. For 16

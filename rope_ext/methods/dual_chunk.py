@@ -5,8 +5,8 @@ from typing import Annotated
 import torch
 
 from rope_ext.methods.checked import Tokens, Whole, not_none
-from rope_ext.methods.geometry import ChunkGap
-from rope_ext.methods.kinds import Band, PositionMethod, Rope, Self, register
+from rope_ext.methods.geometry import Band, ChunkGap
+from rope_ext.methods.kinds import PositionMethod, Rope, Self, register
 
 
 @register

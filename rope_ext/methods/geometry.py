@@ -1,8 +1,11 @@
-"""Which keys a query attends to: the shapes into which bands split what it sees.
+"""Bands: which keys a query attends to, and the positions that both are rotated to.
 
-All but :class:`Ahead` and :class:`Around` are parts of the causal triangle.
+The shapes split what a query sees. All but :class:`Ahead` and :class:`Around` are parts of the
+causal triangle.
 """
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -146,3 +149,76 @@ def extent(
     low = min(max(geometry.ends(start + keys - queries)[0] - start, 0), room)
     high = min(geometry.ends(start + keys - 1)[1] - start, room)
     return slice(low, max(high, low))
+
+
+Map = Callable[[torch.Tensor], torch.Tensor] | float
+"""Maps token positions (float64, ``[...]``) to others, or is one position for all tokens.
+
+The function returns the same shape, or ``[..., pairs]`` with one position per pair.
+"""
+
+
+def identity(t: torch.Tensor) -> torch.Tensor:
+    """The position of the token itself."""
+    return t
+
+
+def at(to: Map, t: torch.Tensor) -> torch.Tensor:
+    """Map tokens at ``t`` (``[...]``) by ``to``: ``[..., 1]`` or ``[..., pairs]``."""
+    put = to(t) if callable(to) else torch.full_like(t, to)
+    return put if put.ndim > t.ndim else put.unsqueeze(-1)
+
+
+@dataclass(frozen=True)
+class Band:
+    """The keys in one band and the positions used for them."""
+
+    geometry: Geometry  # which keys each query attends to in this band
+    query: Map  # position to which a query is rotated
+    key: Map  # position to which a key is rotated
+
+    def distances(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        """Effective distances; NaN where a query does not attend to a key in this band.
+
+        Token positions (float64), broadcast against each other to ``[...]``; returns ``[..., 1]``,
+        or ``[..., pairs]`` if every pair has its own.
+        """
+        used = at(self.query, query) - at(self.key, key)
+        return torch.where(self.geometry.sees(query, key).unsqueeze(-1), used, math.nan)
+
+
+def after(window: int, query: Map, key: Map) -> tuple[Band, Band]:
+    """Distances below ``window`` as they are; from there on, by other positions."""
+    return Band(Distance(0, window), identity, identity), Band(Distance(window, None), query, key)
+
+
+def both_ways(bands: tuple[Band, ...]) -> tuple[Band, ...] | None:
+    """The same bands for attention in both directions; None if one of them is for causal only.
+
+    A key ahead has the negative distance of the same key behind: ``g(-d) = -g(d)``. This is a
+    mirrored band with the positions of query and key swapped. The last band stays the last one.
+    """
+    made: list[Band] = []
+    for band in bands:
+        geometry = band.geometry
+        if isinstance(geometry, Sinks) and geometry.count <= geometry.first:
+            made.append(band)  # the first tokens, which are never that far ahead
+        elif not isinstance(geometry, Distance):
+            return None
+        elif geometry.first == 0 and band.query == band.key:
+            made.append(Band(Around(geometry.last), band.query, band.key))
+        else:
+            mirrored = Ahead(max(geometry.first, 1), geometry.last)
+            made += [Band(mirrored, band.key, band.query), band]
+    return tuple(made)
+
+
+def spans(bands: tuple[Band, ...], length: int) -> torch.Tensor:
+    """The largest distance within ``length`` tokens plus one: ``[1]``, or ``[pairs]`` by pair."""
+    step = -math.ceil(length / 2**16)  # at most this many query positions
+    m = torch.arange(length - 1, -1, step, dtype=torch.float64, device="cpu")
+    largest = torch.zeros(1, dtype=torch.float64, device="cpu")
+    for band in bands:
+        n = band.geometry.ends(m)[0].clamp(min=0)  # the first key has the smallest position
+        largest = torch.maximum(largest, band.distances(m, n).nan_to_num(nan=0).amax(0))
+    return largest + 1

@@ -6,8 +6,8 @@ from typing import Literal
 import torch
 
 from rope_ext.methods.checked import Numbers, Tokens, not_none
-from rope_ext.methods.geometry import Distance, Queries
-from rope_ext.methods.kinds import Band, PositionMethod, Rope, Self, identity, register
+from rope_ext.methods.geometry import Band, Distance, Queries, identity
+from rope_ext.methods.kinds import PositionMethod, Rope, Self, register
 from rope_ext.methods.longrope import table_of
 from rope_ext.methods.yarn import YaRN
 

@@ -11,7 +11,7 @@ import inspect
 import math
 import re
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -20,7 +20,7 @@ from typing_extensions import Self, dataclass_transform
 
 from rope_ext.errors import OptionError, RopeExtError, UnknownMethodError, nearest
 from rope_ext.methods.checked import Checked, Number, Tokens
-from rope_ext.methods.geometry import Ahead, Around, Distance, Geometry, Sinks
+from rope_ext.methods.geometry import Band, Distance, identity, spans
 from rope_ext.methods.rope import MOST_TOKENS, Rope, geometric, reach
 from rope_ext.methods.temperature import LogN, Temperature, as_temperature
 
@@ -177,68 +177,6 @@ class FrequencyMethod(Method):
         return longrope_table(rope, self.inv_freq(rope), self.factor, self.attention_scaling(rope))
 
 
-Map = Callable[[torch.Tensor], torch.Tensor] | float
-"""Maps token positions (float64, ``[...]``) to others, or is one position for all tokens.
-
-The function returns the same shape, or ``[..., pairs]`` with one position per pair.
-"""
-
-
-def identity(t: torch.Tensor) -> torch.Tensor:
-    """The position of the token itself."""
-    return t
-
-
-def at(to: Map, t: torch.Tensor) -> torch.Tensor:
-    """Map tokens at ``t`` (``[...]``) by ``to``: ``[..., 1]`` or ``[..., pairs]``."""
-    put = to(t) if callable(to) else torch.full_like(t, to)
-    return put if put.ndim > t.ndim else put.unsqueeze(-1)
-
-
-@dataclass(frozen=True)
-class Band:
-    """The keys in one band and the positions used for them."""
-
-    geometry: Geometry  # which keys each query attends to in this band
-    query: Map  # position to which a query is rotated
-    key: Map  # position to which a key is rotated
-
-    def distances(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        """Effective distances; NaN where a query does not attend to a key in this band.
-
-        Token positions (float64), broadcast against each other to ``[...]``; returns ``[..., 1]``,
-        or ``[..., pairs]`` if every pair has its own.
-        """
-        used = at(self.query, query) - at(self.key, key)
-        return torch.where(self.geometry.sees(query, key).unsqueeze(-1), used, math.nan)
-
-
-def after(window: int, query: Map, key: Map) -> tuple[Band, Band]:
-    """Distances below ``window`` as they are; from there on, by other positions."""
-    return Band(Distance(0, window), identity, identity), Band(Distance(window, None), query, key)
-
-
-def both_ways(bands: tuple[Band, ...]) -> tuple[Band, ...] | None:
-    """The same bands for attention in both directions; None if one of them is for causal only.
-
-    A key ahead has the negative distance of the same key behind: ``g(-d) = -g(d)``. This is a
-    mirrored band with the positions of query and key swapped. The last band stays the last one.
-    """
-    made: list[Band] = []
-    for band in bands:
-        geometry = band.geometry
-        if isinstance(geometry, Sinks) and geometry.count <= geometry.first:
-            made.append(band)  # the first tokens, which are never that far ahead
-        elif not isinstance(geometry, Distance):
-            return None
-        elif geometry.first == 0 and band.query == band.key:
-            made.append(Band(Around(geometry.last), band.query, band.key))
-        else:
-            mirrored = Ahead(max(geometry.first, 1), geometry.last)
-            made += [Band(mirrored, band.key, band.query), band]
-    return tuple(made)
-
-
 @dataclass(frozen=True, kw_only=True)
 class PositionMethod(Method):
     """Base of all position methods; None options follow ``factor`` and the trained length."""
@@ -316,17 +254,6 @@ class PositionMethod(Method):
     def require_resolved(self, option: str, holds: bool, valid: str, rope: Rope) -> None:
         """Like :meth:`require`, if valid values depend on the trained length."""
         self.require(option, holds, f"{valid} (trained length {rope.length} tokens)")
-
-
-def spans(bands: tuple[Band, ...], length: int) -> torch.Tensor:
-    """The largest distance within ``length`` tokens plus one: ``[1]``, or ``[pairs]`` by pair."""
-    step = -math.ceil(length / 2**16)  # at most this many query positions
-    m = torch.arange(length - 1, -1, step, dtype=torch.float64, device="cpu")
-    largest = torch.zeros(1, dtype=torch.float64, device="cpu")
-    for band in bands:
-        n = band.geometry.ends(m)[0].clamp(min=0)  # the first key has the smallest position
-        largest = torch.maximum(largest, band.distances(m, n).nan_to_num(nan=0).amax(0))
-    return largest + 1
 
 
 @dataclass(frozen=True, kw_only=True)

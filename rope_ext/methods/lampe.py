@@ -5,8 +5,8 @@ from typing import Annotated
 import torch
 
 from rope_ext.methods.checked import Tokens, Whole, not_none
-from rope_ext.methods.geometry import Distance
-from rope_ext.methods.kinds import Band, PositionMethod, Rope, Self, identity, register
+from rope_ext.methods.geometry import Band, Distance, identity
+from rope_ext.methods.kinds import PositionMethod, Rope, Self, register
 from rope_ext.methods.temperature import yarn_factor
 
 # Fitted by the authors to Llama-3-8B (8192 tokens): M(l) = c / (1 + exp(-(a l + b))), here in

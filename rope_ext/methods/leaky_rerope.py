@@ -2,7 +2,8 @@ from dataclasses import replace
 from typing import Annotated
 
 from rope_ext.methods.checked import Number, Tokens, not_none
-from rope_ext.methods.kinds import Band, LogScaled, Rope, Self, after, register
+from rope_ext.methods.geometry import Band, after
+from rope_ext.methods.kinds import LogScaled, Rope, Self, register
 
 
 @register

@@ -2,8 +2,8 @@ from dataclasses import replace
 from typing import Annotated
 
 from rope_ext.methods.checked import Tokens, Whole, not_none
-from rope_ext.methods.geometry import Distance, Sinks
-from rope_ext.methods.kinds import Band, PositionMethod, Rope, Self, identity, register
+from rope_ext.methods.geometry import Band, Distance, Sinks, identity
+from rope_ext.methods.kinds import PositionMethod, Rope, Self, register
 
 
 @register

@@ -1,7 +1,8 @@
 from dataclasses import replace
 
 from rope_ext.methods.checked import Tokens, not_none
-from rope_ext.methods.kinds import Band, LogScaled, Rope, Self, after, register
+from rope_ext.methods.geometry import Band, after
+from rope_ext.methods.kinds import LogScaled, Rope, Self, register
 
 
 @register

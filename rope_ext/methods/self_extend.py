@@ -2,7 +2,8 @@ import math
 from dataclasses import replace
 
 from rope_ext.methods.checked import Tokens, not_none
-from rope_ext.methods.kinds import Band, Rope, Self, Tempered, after, register
+from rope_ext.methods.geometry import Band, after
+from rope_ext.methods.kinds import Rope, Self, Tempered, register
 
 
 @register

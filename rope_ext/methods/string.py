@@ -2,7 +2,8 @@ import math
 from dataclasses import replace
 
 from rope_ext.methods.checked import Tokens, not_none
-from rope_ext.methods.kinds import Band, Factor, PositionMethod, Self, after, identity, register
+from rope_ext.methods.geometry import Band, after, identity
+from rope_ext.methods.kinds import Factor, PositionMethod, Self, register
 from rope_ext.methods.rope import Rope
 from rope_ext.methods.temperature import yarn_factor
 

@@ -1,7 +1,7 @@
 """Decides whether attention reads later keys, at a patch by probing the layers, and per call.
 
-Keys after a query have the negative distances of keys before it (``methods.kinds.both_ways``). What
-is defined for causal attention only is refused here.
+Keys after a query have the negative distances of keys before it (``methods.geometry.both_ways``).
+What is defined for causal attention only is refused here.
 """
 
 from collections.abc import Iterable, Mapping

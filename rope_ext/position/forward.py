@@ -20,7 +20,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, St
 
 from rope_ext.attention.runs import BACK, goes_back
 from rope_ext.errors import CacheError, UnsupportedModelError
-from rope_ext.methods.kinds import at
+from rope_ext.methods.geometry import at
 from rope_ext.position.map import PositionMap
 from rope_ext.rotary import context, hooks
 from rope_ext.rotary.context import NOTE, ForwardContext
@@ -500,7 +500,7 @@ class PositionForward(ForwardContext):
             return known[name]
         t = self.query.double().clamp(min=0)
         stored = at(self.map.stored, t)
-        phase = self.map.encoding.phase(t)
+        phase = self.map.phase(t)
         inv_freq = self.map.inv_freq(site, t.device)
         scaling = self.map.frequencies[site][1]
         if stored.shape[-1] == 1 and phase is None:

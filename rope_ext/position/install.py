@@ -381,12 +381,12 @@ class Installed(context.Tracker):
         self, site: RotarySite, native: bool, _: nn.Module, args: tuple, kwargs: dict, output: Any
     ) -> Any:
         """Rotary module hook: rotates to the positions at which keys are cached."""
-        if not site.called(args, kwargs):
+        positions = hooks.positions_given(site, args, kwargs)
+        if positions is None:
             return None
         forward = context.current(self.map)
         if forward is None:  # the trained rotation would be another one, without an error
             raise inputs.run_by_itself(self.map, site.module)
-        positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
         forward.locate(positions)
         if native:
             given = site.loaded, site.scaling, self.map.precise, output

@@ -25,7 +25,7 @@ from rope_ext.encodings import Heads
 from rope_ext.errors import UnsupportedModelError
 from rope_ext.position.direction import by_mask, sees_ahead, visible_keys
 from rope_ext.rotary import context
-from rope_ext.rotary.hooks import rotation
+from rope_ext.rotary.hooks import positions_given, rotation
 from rope_ext.rotary.probe import replaced
 from rope_ext.rotary.sites import (
     RotarySite,
@@ -290,7 +290,7 @@ def _forward(
     of_rows = torch.stack((0 * angles, angles))[:, None]
 
     def rotate(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
-        if not site.called(args, kwargs):
+        if positions_given(site, args, kwargs) is None:
             return None
         like = output if site.columns.complex else output[0]
         ones = like.real.new_ones(2, like.shape[-2])

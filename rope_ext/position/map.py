@@ -13,8 +13,7 @@ from torch import Tensor
 from rope_ext.attention.call import Rotation
 from rope_ext.encodings import Encoding
 from rope_ext.methods import Band, Map, PositionMethod, Rope
-from rope_ext.methods.geometry import Distance, Geometry, Sinks
-from rope_ext.methods.kinds import at, both_ways
+from rope_ext.methods.geometry import Distance, Geometry, Sinks, at, both_ways
 from rope_ext.methods.temperature import SSMax, Temperature
 from rope_ext.position.layers import Layout
 from rope_ext.rotary.context import cached_on_device
@@ -154,6 +153,14 @@ class PositionMap:
     def stored(self) -> Map:
         """The position map with which cached keys are rotated."""
         return self.bands[-1].key
+
+    @functools.cached_property
+    def _has_phase(self) -> bool:
+        return type(self.encoding).phase is not Encoding.phase
+
+    def phase(self, t: Tensor) -> Tensor | None:
+        """Additional rotation of every pair at ``t`` (float64), radians; None: 0."""
+        return self.encoding.phase(t) if self._has_phase else None
 
     def inv_freq(self, site: RotarySite, device: torch.device) -> Tensor:
         """Inverse frequencies, float64, ``[pairs]``, cached on the device."""

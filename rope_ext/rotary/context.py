@@ -6,6 +6,8 @@ call belongs to a request and is stored on its cache.
 
 import functools
 import inspect
+import logging
+import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +23,7 @@ from rope_ext.rotary.probe import package_of
 from rope_ext.rotary.sites import text_config
 from rope_ext.rotary.swapping import Changes, wrap
 
+_logger = logging.getLogger("rope_ext")
 UNKNOWN = (
     "this cache was taken for an empty one, and it has tokens that were put there without this "
     "patch, so its keys carry other rotations; start with an empty cache"
@@ -163,6 +166,57 @@ class Tracker:
         if forward is not None:  # else an error was raised before it started
             forward_context.stack.remove(forward)
             self.finish(forward, output)
+
+
+class LengthLimit:
+    """Decoder pre-hook that warns once if a forward has more tokens than the patch reaches."""
+
+    def __init__(self, method: str, trained: int, target: int) -> None:
+        self.method = method
+        self.trained = trained
+        self.target = target
+        self.told = self.told_of_draft = False
+
+    def __call__(self, decoder: nn.Module, args: tuple, kwargs: dict) -> None:
+        if torch.compiler.is_compiling() or self.told:
+            return
+        given = arguments(decoder, args, kwargs)
+        inputs = given.get("input_ids")
+        inputs = given.get("inputs_embeds") if inputs is None else inputs
+        cache = cache_among(given)
+        filled = cache.get_seq_length() if hasattr(cache, "get_seq_length") else 0
+        if not isinstance(inputs, Tensor) or not isinstance(filled, int):
+            return  # do not wait for a length on a device
+        tokens = inputs.shape[1] + filled
+        positions = given.get("position_ids")
+        if tokens > self.target and isinstance(positions, Tensor) and not positions.is_meta:
+            tokens = int(positions.max()) + 1  # packed and padded rows are longer
+        if tokens > self.target:
+            self.told = True
+            _logger.warning(
+                "rope_ext: this text has %d tokens, more than the %d that %s reaches; patch with "
+                "factor=%g or more (replace=True)",
+                tokens,
+                self.target,
+                self.method,
+                math.ceil(tokens / self.trained * 100) / 100,
+            )
+
+    def generate(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """Check the draft model of assisted generation, then call ``model.generate``."""
+        draft = kwargs.get("assistant_model")
+        if isinstance(draft, nn.Module) and not self.told_of_draft:
+            longest = getattr(text_config(draft), "max_position_embeddings", None)
+            if isinstance(longest, int) and longest < self.target:
+                self.told_of_draft = True
+                _logger.warning(
+                    "rope_ext: the assistant_model reaches %d tokens and this model %d; beyond, "
+                    "its drafts are rejected; call rope_ext.patch(assistant_model, ..., factor=%g)",
+                    longest,
+                    self.target,
+                    math.ceil(self.target / longest * 100) / 100,
+                )
+        return original(*args, **kwargs)
 
 
 def cache_among(given: Mapping[str, Any]) -> Any:

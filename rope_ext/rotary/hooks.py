@@ -35,9 +35,9 @@ class RotaryHook:
         changes.append(self.site.module.register_forward_hook(self, with_kwargs=True).remove)
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
-        if not self.site.called(args, kwargs):
+        positions = positions_given(self.site, args, kwargs)
+        if positions is None:
             return None
-        positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
         if self.sequences is None:
             inv_freq = context.cached_on_device(self, "inv_freq", positions.device)
             return rotation(
@@ -58,6 +58,17 @@ class RotaryHook:
             precise=self.precise,
             like=output,
         )
+
+
+def positions_given(site: RotarySite, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the ``position_ids`` that a rotary module is called with, ``[..., rows, tokens]``.
+
+    None if the call asks for the frequencies of another layer type than the site's.
+    """
+    layer_type = kwargs.get("layer_type", args[2] if len(args) > 2 else None)
+    if layer_type != site.layer_type:
+        return None
+    return kwargs["position_ids"] if "position_ids" in kwargs else args[1]
 
 
 def refuse_unused(decoder: nn.Module, sites: list[RotarySite]) -> None:

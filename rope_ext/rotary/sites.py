@@ -81,10 +81,6 @@ class RotarySite:
     def scaling_attribute(self) -> str:
         return f"{self.prefix}attention_scaling"
 
-    def called(self, args: tuple, kwargs: dict) -> bool:
-        """Whether a module call with these arguments uses these frequencies."""
-        return kwargs.get("layer_type", args[2] if len(args) > 2 else None) == self.layer_type
-
     def factors(self, *methods: Method) -> tuple[float, float]:
         """Return the factor of cosine and sine, and the one whose square scales the softmax.
 

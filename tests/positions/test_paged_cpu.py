@@ -9,7 +9,8 @@ pytest.importorskip("numba")  # vLLM installs it; its environment runs these tes
 
 from rope_ext.attention import paged, paged_cpu
 from rope_ext.attention.call import RotatedBand, Rotation
-from rope_ext.methods.kinds import Map, PositionMethod, at
+from rope_ext.methods.geometry import Map, at
+from rope_ext.methods.kinds import PositionMethod
 from rope_ext.methods.rope import Rope
 from tests.positions.test_paged import METHODS, Case, exact, method_of
 

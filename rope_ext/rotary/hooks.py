@@ -5,6 +5,7 @@ angles need more precision than float32.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,7 +61,7 @@ class RotaryHook:
         )
 
 
-def positions_given(site: RotarySite, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def positions_given(site: RotarySite, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Return the ``position_ids`` that a rotary module is called with, ``[..., rows, tokens]``.
 
     None if the call asks for the frequencies of another layer type than the site's.

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import rope_ext
-from rope_ext.methods import FrequencyMethod, Rope
+from rope_ext.encodings import Heads
+from rope_ext.methods import FrequencyMethod, Method, Rope, build_method
 from tests.helpers import encodings, methods
 from tests.helpers.encodings import Encoding, Made, of_layer, parameters, randomized
 from tests.helpers.models import LENGTH
@@ -27,13 +28,14 @@ FACTOR = 4.0
 class Case:
     """``patch`` a model; ``formula`` of a plain model, its family, the patched one, and positions.
 
-    ``name``: the registered name.
+    ``name``: the registered name. ``learned``: whether the patch has parameters.
     """
 
     name: str
     patch: Callable[..., nn.Module]
     formula: Callable[..., AbstractContextManager[Any]]
     family: Family = LLAMA
+    learned: bool = False
 
     def plain(self) -> nn.Module:
         return self.family.model()
@@ -76,12 +78,25 @@ def position(name: str) -> Case:
     )
 
 
+def has_parameters(method: Method) -> bool:
+    """Whether a patch with ``method`` has learned parameters, by what it would begin with."""
+    method = method.resolved(TINY)
+    if not isinstance(method, rope_ext.encodings.Encoding):
+        return False
+    inputs = {}
+    if isinstance(method, rope_ext.encodings.InputEncoding) and method.entered:
+        inputs = method.initial_inputs(columns=32, size=1.0, rope=TINY)
+    rotated = method.initial_positions(columns=64, heads=2)
+    return bool(inputs or rotated or method.initial(Heads(4, 16, 16)))
+
+
 def encoding(key: str) -> Case:
     made: Encoding = encodings.ALL[key]
     return Case(
         made.name,
         made.patch,
         lambda plain, family, model, t: encodings.dense(plain, family, made, t[None], model),
+        learned=has_parameters(build_method(made.name, **{"factor": 1, **made.options})),
     )
 
 
@@ -124,7 +139,12 @@ def over(
     def patch(model: nn.Module, **more: Any) -> nn.Module:
         return randomized(rope_ext.patch(model, name, **{"factor": FACTOR, **options, **more}))
 
-    return Case(name, patch, right, family)
+    parts = [build_method(name, factor=FACTOR)]
+    bias = options.get("bias")
+    if bias is not None:
+        parts.append(build_method(bias) if isinstance(bias, str) else bias)
+    learned = options.get("temperature") == "ssmax" or any(map(has_parameters, parts))
+    return Case(name, patch, right, family, learned)
 
 
 def ssmax(seen: Seen) -> Made:
@@ -194,13 +214,7 @@ CASES: dict[str, Case] = {
 }
 DISTINCT = [key for key in CASES if key == "yarn" or key not in methods.VARIANTS]
 """Fixed frequencies differ in numbers only."""
-LEARNING = [
-    *("t5", "kerple_log", "kerple_power", "alibi learned", "t5 offsets", "fire", "dape", "dape v2"),
-    *("dape on fire", "dape on nothing", "cope", "shaw", "shaw keys", "deberta", "transformer_xl"),
-    *("deberta, absolute", "through keys", "repo", "repo shifted", "learned", "multiplicative"),
-    *("floater", "discrete", "fire over yarn", "yarn and ssmax", "self_extend and ssmax"),
-]
-"""Cases that have parameters."""
+LEARNING = [key for key, case in CASES.items() if case.learned]
 ONE_OF_EACH = [
     *("yarn", "rerope", "alibi", "t5", "kerple_log", "sandwich", "xpos", "3d_rpe", "drope", "shaw"),
     *("fire", "cope", "repo", "swan", "learned", "deberta, absolute", "through keys"),

@@ -83,7 +83,7 @@ from rope_ext.command.terminal import first_process, show, stoppable, tell, tell
 from rope_ext.config.nested import text_of
 from rope_ext.encodings import Encoding
 from rope_ext.errors import Mistakes, OptionError, RopeExtError, first_line
-from rope_ext.methods import DynamicMethod, Method, SSMax, Temperature, reach
+from rope_ext.methods import DynamicMethod, Method, SSMax, Temperature, extended_length
 from rope_ext.position.learned import TEMPERATURE, learned
 from rope_ext.rotary.sites import find_sites, text_decoder
 from rope_ext.saving.checkpoints import load_config, load_tokenizer, loader, saved_under
@@ -346,7 +346,7 @@ def lengths(recipe: Recipe, model: Any) -> tuple[int, int]:
     described = rope_ext.describe(model)
     own = described.length if _continues(described, method_of(recipe)) else described.target_length
     trained = recipe.original_max_position_embeddings or own
-    return trained, reach(recipe.factor, trained)
+    return trained, extended_length(recipe.factor, trained)
 
 
 def _continues(described: rope_ext.Description, method: Method | None) -> bool:

@@ -326,7 +326,7 @@ def plot(
     """
     from rope_eval.plots import pictures
     from rope_ext.command.method_options import checked_methods
-    from rope_ext.methods import build_method, reach
+    from rope_ext.methods import build_method, extended_length
     from rope_ext.saving.checkpoints import load_config, trained_length
 
     names = split(method)
@@ -336,7 +336,7 @@ def plot(
     pictures.draw(kind, model, shown=methods, path=output, length=tokens, compose=compose)
     tell(f"wrote {output}")
     trained = trained_length(load_config(model))
-    target = tokens or reach(factor, trained)
+    target = tokens or extended_length(factor, trained)
     patch = {"method": ",".join(names), "factor": factor, "option": option, "compose": compose}
     if all(one.kind in ("frequency", "position") for one in methods):  # not an encoding
         more = {"lengths": f"{trained},{target}", "output": unused("compared")}

@@ -12,7 +12,7 @@ from rope_eval.cases import Case, digest
 from rope_ext.command.arguments import UNPATCHED
 from rope_ext.config.record import ARGUMENTS, option_texts
 from rope_ext.errors import OptionError
-from rope_ext.methods import Method, build_method, reach
+from rope_ext.methods import Method, build_method, extended_length
 from rope_ext.methods.rope import factor_to
 from rope_ext.patching import patched
 
@@ -87,8 +87,10 @@ def beyond(
     for model, length in trained.items():
         for method, options in methods.items():
             under = options.get("frequency")
-            built(method, options).check(length if under is None else reach(under.factor, length))
-            target = reach(options["factor"], length)
+            built(method, options).check(
+                length if under is None else extended_length(under.factor, length)
+            )
+            target = extended_length(options["factor"], length)
             far = [n for n in lengths if n > target]
             if not far:
                 continue

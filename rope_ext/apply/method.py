@@ -18,7 +18,7 @@ from rope_ext.errors import AlreadyScaledError, OptionError, UnsupportedModelErr
 from rope_ext.methods import Band, FrequencyMethod, Method, PositionMethod, Rope
 from rope_ext.methods.checked import not_none
 from rope_ext.methods.geometry import Distance, identity
-from rope_ext.methods.rope import reach
+from rope_ext.methods.rope import extended_length
 from rope_ext.options import Options, refuse_moving
 from rope_ext.position.layers import (
     WINDOWS_ONLY,
@@ -594,10 +594,10 @@ def _raised(family: str, site: RotarySite, factor: float) -> tuple[RotarySite, F
         published = replace(published, attention_factor=mscale_factor(own, old))
         raised = replace(published, attention_factor=mscale_factor(own, factor))
     raised = replace(raised, factor=float(factor))
-    target = reach(factor, length)
+    target = extended_length(factor, length)
     loaded = site.loaded
     if kind == "llama3":  # its context does not grow by exactly the factor
-        target = reach(factor / old, not_none(settings.target))
+        target = extended_length(factor / old, not_none(settings.target))
     if kind == "dynamic":  # the buffer may have grown with a sequence
         loaded = rope.inv_freq.float()
     elif not (

@@ -116,7 +116,7 @@ def _causal(geometry: Causal, queries: int, keys: int, start: int = 0) -> list[T
     low = max(row - far, 0)
     high = end - far
     if isinstance(geometry, Distance) and geometry.last is not None:
-        _split_window(split, far, low, high, reach=geometry.last - far - 1)
+        _split_window(split, far, low, high, width=geometry.last - far - 1)
         return split.found
     count = min(geometry.count - start, keys) if isinstance(geometry, Sinks) else keys
     growing = min(high, count)
@@ -171,21 +171,21 @@ def _split_chunks(split: _Split, geometry: ChunkGap, keys: int, start: int) -> N
             split.add(WHOLE, row, end, max(begin - gap * size, 0), begin - (gap - 1) * size)
 
 
-def _split_window(split: _Split, far: int, low: int, high: int, reach: int) -> None:
-    """Split a window of the keys from ``far`` to ``far + reach`` tokens before a query.
+def _split_window(split: _Split, far: int, low: int, high: int, width: int) -> None:
+    """Split a window of the keys from ``far`` to ``far + width`` tokens before a query.
 
-    ``low`` and ``high`` bound the nearest key of the queries. Within ``reach`` rows, a window is a
+    ``low`` and ``high`` bound the nearest key of the queries. Within ``width`` rows, a window is a
     causal square at its right edge and a reversed one at its left edge.
     """
-    if reach < 0:
+    if width < 0:
         return
-    size = max(reach, 1)
+    size = max(width, 1)
     for begin in range(low // size * size, high, size):
         row = max(low, begin)
         end = min(high, begin + size)
-        split.add(WHOLE, row + far, end + far, begin, row if reach else begin)
+        split.add(WHOLE, row + far, end + far, begin, row if width else begin)
         split.add(CAUSAL, row + far, end + far, row, end)
-        if begin and reach:
+        if begin and width:
             split.add(REVERSED, row + far, end + far, row - size, end - size)
             split.add(WHOLE, row + far, end + far, end - size, begin)
 

@@ -71,12 +71,12 @@ def runs(places: Tensor, sequences: Tensor, rows: int, first: int) -> list[Run] 
     ]
 
 
-def within(found: list[Run], reach: int | None) -> Iterator[Run]:
-    """Split runs so that each has at most ``reach`` queries."""
+def within(found: list[Run], most: int | None) -> Iterator[Run]:
+    """Split runs so that each has at most ``most`` queries."""
     for run in found:
         begin = run.queries.start
         end = run.queries.stop
-        for first in range(begin, end, reach or end - begin):
-            last = min(first + (reach or end - begin), end)
+        for first in range(begin, end, most or end - begin):
+            last = min(first + (most or end - begin), end)
             keys = slice(run.keys.start, run.keys.stop - (end - last))
             yield run._replace(keys=keys, queries=slice(first, last))

@@ -13,7 +13,7 @@ from rope_ext.config.nested import text_of
 from rope_ext.config.record import FIELD, patch_call, record_of
 from rope_ext.errors import RopeExtError
 from rope_ext.methods import FrequencyMethod, LongRoPE, YaRN, method_class
-from rope_ext.methods.rope import plain_number, reach, whole_number
+from rope_ext.methods.rope import extended_length, plain_number, whole_number
 from rope_ext.methods.temperature import yarn_factor
 
 ORIGINAL = "original_max_position_embeddings"
@@ -87,7 +87,7 @@ def rope_settings(config: Any, layer_type: str | None = None) -> RopeSettings:
         if factor is None and length and target:
             factor = target / length
         if kind == "yarn" and factor and length:  # YaRN ignores other lengths
-            target = reach(factor, length)
+            target = extended_length(factor, length)
     elif kind == "linear" and factor and target:
         length = round(target / factor)
     return RopeSettings(

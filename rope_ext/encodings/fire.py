@@ -49,8 +49,8 @@ class FIRE(Encoding):
         learned = {name: value.to(block.content) for name, value in learned.items()}
         c = learned["c"].abs()
         place = block.query_at.to(block.content)
-        reach = learned["multiplier"].abs() * self.threshold
-        far = torch.log1p(c * torch.maximum(place, reach)) + 1e-6  # as in the authors' code
+        least = learned["multiplier"].abs() * self.threshold
+        far = torch.log1p(c * torch.maximum(place, least)) + 1e-6  # as in the authors' code
         numbers = torch.log1p(c * block.distance) / far[:, None]
         weight = learned["first_weight"]
         bias = learned["first_bias"][:, None]

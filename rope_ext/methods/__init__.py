@@ -7,7 +7,8 @@ from rope_ext.methods.kinds import PositionMethod as PositionMethod, all_encodin
 from rope_ext.methods.kinds import all_methods as all_methods, build_method as build_method
 from rope_ext.methods.kinds import longrope_table as longrope_table
 from rope_ext.methods.kinds import method_class as method_class, register as register
-from rope_ext.methods.rope import Rope as Rope, geometric as geometric, reach as reach
+from rope_ext.methods.rope import Rope as Rope, extended_length as extended_length
+from rope_ext.methods.rope import geometric as geometric
 from rope_ext.methods.temperature import Llama4 as Llama4, LogN as LogN, SSMax as SSMax
 from rope_ext.methods.temperature import Temperature as Temperature
 from rope_ext.methods.temperature import YaRNTemperature as YaRNTemperature

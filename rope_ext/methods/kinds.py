@@ -21,7 +21,7 @@ from typing_extensions import Self, dataclass_transform
 from rope_ext.errors import OptionError, RopeExtError, UnknownMethodError, nearest
 from rope_ext.methods.checked import Checked, Number, Tokens
 from rope_ext.methods.geometry import Band, Distance, identity, spans
-from rope_ext.methods.rope import MOST_TOKENS, Rope, geometric, reach
+from rope_ext.methods.rope import MOST_TOKENS, Rope, extended_length, geometric
 from rope_ext.methods.temperature import LogN, Temperature, as_temperature
 
 Factor = Annotated[float, Number(minimum=1, maximum=MOST_TOKENS)]
@@ -82,12 +82,12 @@ class Method(Checked):
 
     def target_length(self, rope: Rope) -> int:
         """Context after the extension, in tokens."""
-        return reach(self.factor, rope.length)
+        return extended_length(self.factor, rope.length)
 
     def check(self, length: int | None = None) -> None:
         """Raise an OptionError if nothing is extended; ``length``: trained length, if known."""
         # A factor may be too close to 1 for a single token.
-        reached = self.factor if length is None else reach(self.factor, length) / length
+        reached = self.factor if length is None else extended_length(self.factor, length) / length
         if reached <= 1 and not self.allows_factor_one:
             raise OptionError(
                 f"{self.name}: factor={self.factor!r} would not extend anything; it must be a "

@@ -82,7 +82,7 @@ def geometric(base: float, dim: int) -> torch.Tensor:
     return float(base) ** -_exponents(dim)
 
 
-def reach(factor: float, length: int) -> int:
+def extended_length(factor: float, length: int) -> int:
     """Context in tokens after extending ``length`` tokens."""
     if factor > MOST_TOKENS / length:
         raise OptionError(

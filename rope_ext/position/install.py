@@ -166,7 +166,7 @@ class Installed(context.Tracker):
         """Attach a :class:`tensors.Layer` and learned modules to every attention module."""
         position_map = self.map
         encoding = position_map.encoding
-        _ = position_map.reach  # cached, since a graph could not
+        _ = position_map.query_span  # cached, since a graph could not
         projections: dict[nn.Module, layers.KeyProjection] = {}
         if encoding.projected:
             sites = list(position_map.frequencies)

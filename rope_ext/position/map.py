@@ -74,20 +74,20 @@ class Decay:
     ``growth`` is that of the logarithm per token, ``[pairs]``. Queries and keys have opposite ones,
     so the origin cancels in their products. It must be close to the queries: then the factors of
     queries and of the keys they see are at most :attr:`MOST`, representable in any dtype, and those
-    of distant keys vanish. In float64 queries may be :attr:`MOST_REACHES` times as far apart.
+    of distant keys vanish. In float64 queries may be :attr:`MOST_SPANS` times as far apart.
     """
 
     cached = "growth"
     idle = False
     MOST = 16.0
-    MOST_REACHES = 250
+    MOST_SPANS = 250
     _LEAST = 1e-26  # negligible times MOST, and not a subnormal number
 
     def __init__(self, growth: Tensor) -> None:
         self.growth = growth
 
     @classmethod
-    def reach(cls, growth: Tensor) -> int:
+    def span(cls, growth: Tensor) -> int:
         """Maximum distance in tokens between queries that share an origin in their middle."""
         return max(1, math.floor(2 * math.log(cls.MOST) / float(growth.abs().max())))
 
@@ -171,10 +171,10 @@ class PositionMap:
         return {site: SimpleNamespace(inv_freq=x) for site, (x, _) in self.frequencies.items()}
 
     @functools.cached_property
-    def reach(self) -> int | None:
+    def query_span(self) -> int | None:
         """Maximum distance in tokens between queries that are rotated together; None: no limit."""
         growth = self.encoding.growth(1)
-        return None if growth is None else Decay.reach(growth)
+        return None if growth is None else Decay.span(growth)
 
     @functools.cached_property
     def bands_both_ways(self) -> tuple[Band, ...]:
@@ -189,7 +189,7 @@ class PositionMap:
         why = method.causal_only or encoding.causal_only
         if why:
             return why
-        if (encoding.scored() and not encoding.later_keys) or self.reach is not None:
+        if (encoding.scored() and not encoding.later_keys) or self.query_span is not None:
             return "defines its logits for earlier keys only"
         if self.bands_both_ways:
             return ""

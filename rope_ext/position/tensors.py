@@ -63,10 +63,10 @@ def traced(position_map: PositionMap, given: dict[str, Any]) -> PositionForward 
         return None
     if not regular and count > FEW and torch.is_grad_enabled():  # its operator has no gradients
         return None
-    reach = position_map.reach
-    if reach is not None or position_map.encoding.scored():
+    query_span = position_map.query_span
+    if query_span is not None or position_map.encoding.scored():
         regular = False  # kernels for many queries do not support these as tensors
-        if count > min(FEW, reach or FEW):
+        if count > min(FEW, query_span or FEW):
             return None
     forward.regular = regular
     forward.exported = context.is_exporting()
@@ -125,20 +125,20 @@ def _seeing_ahead(
     """
     if ahead == 0:
         return rotations
-    reach: float = 0
+    farthest: float = 0
     seeing = []
     for band in rotations:
         geometry = band.geometry
         if isinstance(geometry, Distance) and geometry.first == 0 and not biased:
-            reach = math.inf if geometry.last is None else geometry.last - 1
+            farthest = math.inf if geometry.last is None else geometry.last - 1
             geometry = replace(geometry, first=-ahead)
         seeing.append(band._replace(geometry=geometry))
-    if ahead > reach:
-        wider = "choose a larger window, or " if reach else ""
+    if ahead > farthest:
+        wider = "choose a larger window, or " if farthest else ""
         raise UnsupportedModelError(
             f"the attention mask shows a token another one that is {ahead} tokens after it (the "
             f"tokens of an image, or a prompt that is read in both directions), and "
-            f"{position_map.named} can express {reach} here; {wider}{position_map.instead}"
+            f"{position_map.named} can express {farthest} here; {wider}{position_map.instead}"
         )
     return seeing
 
@@ -210,8 +210,8 @@ class Step:
         self.rotations = layer.rotations
         self.offset = offset
         self.tempered = layer.window is None
-        reach = forward.map.reach
-        self.few = not forward.regular and forward.tokens <= min(FEW, reach or FEW)
+        query_span = forward.map.query_span
+        self.few = not forward.regular and forward.tokens <= min(FEW, query_span or FEW)
         self._bands_of_runs: dict[torch.dtype, list[tuple[Run, list[RotatedBand]]]] = {}
         self._bands: dict[tuple[torch.dtype, bool], list[RotatedBand]] = {}
         self._scales: dict[torch.dtype, Tensor | None] = {}
@@ -296,12 +296,12 @@ class Step:
             return made
         made = []
         device = self.forward.device
-        reach = self.forward.map.reach
-        for run in within(self.runs or [], reach):
+        query_span = self.forward.map.query_span
+        for run in within(self.runs or [], query_span):
             end = run.start + run.keys.stop - run.keys.start
             begin = end - (run.queries.stop - run.queries.start)
             # Factors of a decay stay representable only near its origin.
-            origin = (begin + end - 1) // 2 if reach else 0
+            origin = (begin + end - 1) // 2 if query_span else 0
             bands = [
                 RotatedBand(
                     geometry=band.geometry,
@@ -333,18 +333,18 @@ class Step:
         """Return the call for plain operations, whose logits are computed for all slots at once."""
         forward = self.forward
         dtype = wide(query)
-        reach = forward.map.reach
+        query_span = forward.map.query_span
         span = forward.distances if forward.begins else forward.tokens
-        if reach is not None and span > reach:
+        if query_span is not None and span > query_span:
             # Float64 represents the factors of a decay at this distance from their origin.
             query = query.double()
             key = key.double()
             dtype = torch.float64
-            if span > Decay.MOST_REACHES * reach:
+            if span > Decay.MOST_SPANS * query_span:
                 raise UnsupportedModelError(
                     f"positions of one forward lie {span} tokens apart, too far for the decay of "
                     f"{forward.map.named}; give it position ids that are at most "
-                    f"{Decay.MOST_REACHES * reach} apart"
+                    f"{Decay.MOST_SPANS * query_span} apart"
                 )
         call = replace(call, bands=self._rotated(dtype, by_head=True))
         return Dense(query=self._scaled(query), key=key, call=call, places=self._at_slots())
@@ -358,7 +358,7 @@ class Step:
             return False
         if forward.both or forward.gaps:
             return False
-        if call.scores is not None or forward.map.reach is not None:
+        if call.scores is not None or forward.map.query_span is not None:
             return False
         if forward.begins:  # positions may jump, but the kernel treats them as slots
             return False
@@ -445,7 +445,7 @@ class Step:
         query = self.forward.query
         key = self.forward.key[:, self.offset :]
         origin: Any = 0
-        if self.forward.map.reach is not None and by_head:  # of a decay, in each row's middle
+        if self.forward.map.query_span is not None and by_head:  # of a decay, in each row's middle
             origin = (query.amin(1, keepdim=True) + query.amax(1, keepdim=True)) // 2
         flat: list[Tensor] = []
         for band in self.rotations:

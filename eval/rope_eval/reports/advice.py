@@ -20,7 +20,7 @@ from rope_ext.command.arguments import UNPATCHED, command_words
 from rope_ext.command.terminal import unused
 from rope_ext.engines import engines_for
 from rope_ext.errors import RopeExtError
-from rope_ext.methods import reach
+from rope_ext.methods import extended_length
 from rope_ext.methods.rope import factor_to
 from rope_ext.quoting import command_line
 from rope_ext.saving.folder import model_of
@@ -150,7 +150,7 @@ class Advice(Results):
         longest = max(self.plan.settings.lengths)
         trained = systems[0].trained
         patched = [system for system in systems if system.method != UNPATCHED]
-        targets = [reach(system.options["factor"], trained) for system in patched]
+        targets = [extended_length(system.options["factor"], trained) for system in patched]
         if not targets or max(targets) >= longest:
             return None
         return factor_to(longest, trained)
@@ -175,7 +175,9 @@ class Advice(Results):
         enough = all(max(getattr(t, n, 0) for t in tasks) >= least for n, least in _MORE.items())
         if longest <= trained or enough:
             more = {"finetune": longest > trained, "text": list(self._texts)}
-            return command_words("recommend", model, length=reach(settings.factor, trained), **more)
+            return command_words(
+                "recommend", model, length=extended_length(settings.factor, trained), **more
+            )
         return self._comparing(model, [longest], "more", **_MORE)
 
     def _next_of_embedder(self, ours: Sequence[System], choice: Evidence | None) -> Words:
@@ -247,7 +249,7 @@ class Advice(Results):
         settings = self.plan.settings
         method = self._methods(model)[0]
         return training_command(
-            *(model, method, trained, reach(settings.factor, trained)),
+            *(model, method, trained, extended_length(settings.factor, trained)),
             options=settings.options.get(method),
             compose=bool(settings.compose),
             text=str(self._texts[0]) if self._texts else None,

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rope_ext.attention import cards
@@ -33,6 +34,9 @@ WHOLE, CAUSAL, REVERSED = range(3)
 # about 50 ms on a plan.
 LONG = 2**13  # queries of a call
 LEAST = 2**11  # tokens of a tile
+# Up to this many keys, torch's kernel for CPUs computes the hidden half of a causal square, too.
+WHOLE_SQUARE = 512
+STRIP = 128  # queries of a part of such a square, with only the keys that they see
 
 
 class Tile(NamedTuple):
@@ -245,6 +249,8 @@ def forward(kernel: str, given: _Tensors, causal: bool, scale: float) -> tuple[T
     """
     ops: Any = torch.ops.aten
     if kernel == "cpu":  # the function has less overhead than torch.ops
+        if causal and STRIP < given[0].shape[2] <= WHOLE_SQUARE:
+            return _in_strips(*given, scale=scale)
         run: Any = torch._scaled_dot_product_flash_attention_for_cpu
         return run(*given, 0.0, causal, scale=scale)
     if kernel == "cudnn":
@@ -257,6 +263,22 @@ def forward(kernel: str, given: _Tensors, causal: bool, scale: float) -> tuple[T
         q, k, v, None, None, *sizes, 0.0, causal, False, scale=scale
     )[:2]
     return out.transpose(1, 2), lse
+
+
+def _in_strips(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Compute a small causal square on a CPU, without most of its hidden half."""
+    run: Any = torch._scaled_dot_product_flash_attention_for_cpu
+    count = query.shape[2]
+    later = query.new_full((STRIP, STRIP), -torch.inf).triu(1)
+    made = []
+    for first in range(0, count, STRIP):
+        last = min(first + STRIP, count)
+        size = last - first
+        mask = F.pad(later[:size, :size], (first, 0))  # every strip sees all keys before it
+        given = query[:, :, first:last], key[:, :, :last], value[:, :, :last]
+        made.append(run(*given, 0.0, False, attn_mask=mask[None, None], scale=scale))
+    outputs = [out.transpose(1, 2) for out, _ in made]  # as they lie in memory
+    return torch.cat(outputs, dim=1).transpose(1, 2), torch.cat([lse for _, lse in made], dim=2)
 
 
 def backward(kernel: str, given: _Tensors, causal: bool, scale: float) -> _Tensors:
@@ -318,22 +340,29 @@ def compute(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tens
     query and key. The log-sum-exp is float32 or better, and -inf for a query that sees no key.
     """
     batch, heads, queries, columns = query.shape
+    rotate = _fused(_rotate, query, value)
+    split = [
+        (band, found)
+        for band in call.bands
+        if (found := tiles(band.geometry, queries, key.shape[2], call.start))
+    ]
+    if call.sinks is None and len(split) == 1 and len(split[0][1]) == 1:
+        band, [tile] = split[0]
+        if tile.blocks * tile.rows == queries:  # as for a text within the window: nothing to merge
+            q = rotate(call.pairs, query, band.query)
+            k = rotate(call.pairs, key, band.key)
+            return _attend(tile, q, k, value, call.scale)
     total = query.new_zeros(batch, queries, heads, columns, dtype=wide(query)).transpose(1, 2)
     lse = query.new_full((batch, heads, queries), -torch.inf, dtype=wide(query))
     if call.sinks is not None:  # a sink acts as a key without a value
         lse = lse.maximum(call.sinks[:, None].to(lse))
-    rotate = _fused(_rotate, query, value)
     merge = _fused(_merge, query, value)
     merged = 0  # queries from here on have no output yet
-    for band in call.bands:
+    for band, found in split:
         q = rotate(call.pairs, query, band.query)
         k = rotate(call.pairs, key, band.key)
-        for tile in tiles(band.geometry, queries, key.shape[2], call.start):
-            given = tile.queries(q), tile.among(k), tile.among(value)
-            kernel = kernel_of(tile, query, value)
-            made, new = forward(kernel, given, causal=tile.shape != WHOLE, scale=call.scale)
-            made = tile.back(made)
-            new = tile.back(new)
+        for tile in found:
+            made, new = _attend(tile, q, k, value, call.scale)
             count = new.shape[2]
             there = total.narrow(2, tile.row, count)
             old = lse.narrow(2, tile.row, count)
@@ -344,6 +373,18 @@ def compute(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tens
                 old.copy_(new)
             merged = max(merged, tile.row + count)
     return total.to(query.dtype), lse
+
+
+def _attend(
+    tile: Tile, query: Tensor, key: Tensor, value: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return the output of a tile's queries, with heads next to each other, and its log-sum-exp."""
+    given = tile.queries(query), tile.among(key), tile.among(value)
+    kernel = kernel_of(tile, query, value)
+    made, lse = forward(kernel, given, causal=tile.shape != WHOLE, scale=scale)
+    # The layout that the operator's fake promises; kernels have it already, but for cuDNN's.
+    made = tile.back(made).transpose(1, 2).contiguous().transpose(1, 2)
+    return made, tile.back(lse).contiguous()
 
 
 def differentiate(

@@ -105,6 +105,7 @@ class Plan:
     Args:
         config: configuration of the model.
         tokenizer: tokenizer of the model.
+        trained: context length before training, tokens.
         target: context length after training, tokens.
         eval_length: length of evaluation rows and passkey prompts, tokens.
         passkeys: passkey prompts to evaluate.
@@ -112,6 +113,7 @@ class Plan:
 
     config: Any
     tokenizer: Any
+    trained: int
     target: int
     eval_length: int
     passkeys: list[Any]
@@ -141,12 +143,13 @@ def check(recipe: Recipe, args: Any, mistakes: Mistakes | None = None) -> Plan:
             config = load_config(recipe.model)
             tokenizer = load_tokenizer(recipe.model)
     buildable = not mistakes
+    trained = 0
     target = 0
     if config is not None and recipe.length is not None:
         with mistakes.collected():
             _check_parallelism(recipe, args, config)
         with mistakes.collected():
-            target = _check_length(recipe, config)
+            trained, target = _check_length(recipe, config)
     if buildable:
         with mistakes.collected():
             _check_model(recipe, config)
@@ -163,7 +166,12 @@ def check(recipe: Recipe, args: Any, mistakes: Mistakes | None = None) -> Plan:
             cases = evaluation.passkeys(tokenizer, length, recipe.eval_passkeys)
     mistakes.report()
     return Plan(
-        config=config, tokenizer=tokenizer, target=target, eval_length=length, passkeys=cases
+        config=config,
+        tokenizer=tokenizer,
+        trained=trained,
+        target=target,
+        eval_length=length,
+        passkeys=cases,
     )
 
 
@@ -221,8 +229,12 @@ def _check_ulysses(recipe: Recipe, args: Any, sp_size: int) -> None:
         )
 
 
-def _check_length(recipe: Recipe, config: Any) -> int:
-    """Check that rows of the given length can train for the target; returns it in tokens."""
+def _check_length(recipe: Recipe, config: Any) -> tuple[int, int]:
+    """Return the trained and the target length in tokens, between which rows can train.
+
+    Raises:
+        OptionError: rows of the given length cannot train for the target.
+    """
     method = method_of(recipe)
     scheme = scheme_of(recipe)
     bare = _bare(replace(recipe, attn=None, dtype="float32"), config, meta=True)
@@ -244,7 +256,7 @@ def _check_length(recipe: Recipe, config: Any) -> int:
             f"most the target of {target}; give --positions pose to train on short rows, or "
             f"another --length or --factor"
         )
-    return target
+    return trained, target
 
 
 def _check_windows(recipe: Recipe, model: Any, trained: int) -> None:
@@ -333,7 +345,7 @@ def collator_of(recipe: Recipe, args: TrainingArguments, plan: Plan) -> data.Col
     # Under context parallelism, Trainer splits only the inputs that it knows.
     weighted = recipe.chunked_loss and context_parallel_size(args.parallelism_config) == 1
     return data.Collator(
-        scheme(recipe, plan.target),
+        scheme(recipe, trained=plan.trained, target=plan.target),
         args.seed,
         retrieval=retrieval,
         weighted=weighted,
@@ -573,7 +585,7 @@ class LongTrainer(Trainer):
         if not (self.recipe.restoration and model.training):
             return result
         loss = result[0] if return_outputs else result
-        short = inputs["input_ids"][:, : int(self.plan.target / self.recipe.factor)]
+        short = inputs["input_ids"][:, : self.plan.trained]
         more = self.recipe.restoration * restoration_loss(model, self.model, short)
         if self.model_accepts_loss_kwargs and num_items_in_batch is not None:
             # Trainer expects the share of this batch in the loss of all accumulated rows.
@@ -671,15 +683,15 @@ def _finite(parameter: torch.Tensor) -> bool:
     return bool(torch.isfinite(local).all())
 
 
-def scheme(recipe: Recipe, target: int) -> Any:
-    """The scheme of positions; None for consecutive positions."""
+def scheme(recipe: Recipe, trained: int, target: int) -> Any:
+    """The scheme of positions between two lengths in tokens; None for consecutive positions."""
     name = scheme_of(recipe)
     if name == "pose":
         return positions.PoSE(target, recipe.pose_chunks or 2)
     if name == "pose_released":
         return positions.ReleasedPoSE(target, recipe.length)
     if name == "mixed_windows":
-        return positions.MixedWindows(int(target / recipe.factor), recipe.short_share)
+        return positions.MixedWindows(trained, recipe.short_share)
     found: dict[str, Any] = {
         "random": positions.Scattered,
         "random_floats": positions.RandomFloats,
@@ -917,8 +929,8 @@ def _train(recipe: Recipe, args: TrainingArguments, plan: Plan, found: Data) -> 
 
 def next_command(recipe: Recipe, args: Any, plan: Plan) -> list[object]:
     """The command that measures what training changed; without an adapter, the model alone."""
-    trained = int(plan.target / recipe.factor)
-    words = ["rope-ext", "eval", "perplexity", "passkey", "--lengths", f"{trained},{plan.target}"]
+    measured = f"{plan.trained},{plan.target}"
+    words = ["rope-ext", "eval", "perplexity", "passkey", "--lengths", measured]
     words += ["--output", unused(Path(args.output_dir) / "report")]
     text = recipe.eval_dataset
     if text not in (None, data.PYTHON_LIBRARY):

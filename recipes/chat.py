@@ -342,6 +342,7 @@ class Whole:
         lengths = [len(ids) for ids in batch["input_ids"]]
         bins: list[list[int]] = []
         room: list[int] = []
+        # First fit, the longest first; a stable sort, so that a resumed run packs the same rows.
         for index in np.argsort(lengths, kind="stable")[::-1].tolist():
             size = lengths[index]
             if not 0 < size <= self.length:
@@ -361,6 +362,7 @@ class Whole:
         ids = [np.asarray(batch["input_ids"][index], np.int32) for index in members]
         scored = [np.asarray(batch["scored"][index], np.int32) for index in members]
         rest = self.length - sum(map(len, ids))
+        # A part like the others, so that the filler is a document of its own when masked.
         ids.append(np.full(rest, self.filler, np.int32))
         scored.append(np.zeros(rest, np.int32))
         return {

@@ -86,6 +86,7 @@ def out_of_range(
     found = {}
     for name, (valid, words) in rules.items():
         value = values.get(name)
+        # A number of steps has no effect if its strategy is "no".
         strategy = name.removesuffix("steps") + "strategy"
         if value is None or (name.endswith("_steps") and values.get(strategy) == "no"):
             continue
@@ -141,6 +142,7 @@ def unusable_optimizer(args: Any) -> Iterator[str]:
     """
     if not isinstance(args, TrainingArguments):
         return
+    # Trainer's own choice on one small layer: whatever its version supports.
     # Low-rank optimizers search their layers in the model, and only miss their package here.
     low_rank = args.optim_target_modules or re.match("galore|apollo", args.optim.value)
     errors = (ImportError,) if low_rank else (ImportError, ValueError, RuntimeError)

@@ -161,6 +161,8 @@ class Tokenize:
                     f"a document is not text but {type(text).__name__}: {text!r:.40}; remove it, "
                     f"or give another --text_column"
                 )
+        # A byte-order mark at the beginning of a file is not text. Long texts are cut later, so the
+        # tokenizer's warning (``verbose``) would be wrong.
         texts = [(text or "").removeprefix("\ufeff") for text in batch["text"]]
         for ids in self.tokenizer(texts, add_special_tokens=False, verbose=False).input_ids:
             begun = ids[: len(head)] == head  # the text itself starts with the token
@@ -338,6 +340,7 @@ def packer(
         chat: pack whole conversations.
     """
     if chat:
+        # Any token fills a row: it has no loss, and all tokens with one come before it.
         ends = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
         return Whole(length, next(end for end in ends if end is not None), masking)
     if kind == "document":
@@ -372,6 +375,7 @@ def rows(
     tokenize = tokenize or Tokenize(tokenizer)
     minimum = max(minimum, pack.shortest)
     longest = getattr(pack, "longest", None)
+    # Read before ``map`` removes the column.
     problems = [each for each in data[PROBLEM] if each] if PROBLEM in data.column_names else []
     numbers = {"tokens": Value("int64"), "digest": Value("int64")}
     columns = [name for name in ("input_ids", "scored") if name in tokenize.names]
@@ -380,6 +384,7 @@ def rows(
         batched=True,
         batch_size=64,
         remove_columns=data.column_names,
+        # Declared, since datasets infers no type from a first batch of empty documents.
         features=Features({name: List(Value("int32")) for name in columns} | numbers),
     )
     most = math.inf if longest is None else longest
@@ -570,6 +575,7 @@ class Collator:
         return self.scheme(row["input_ids"], self._rng(row))
 
     def _rng(self, row: Mapping[str, Any], use: str = "") -> random.Random:
+        # Of a text, which random hashes the same way in every process.
         return random.Random(f"{use}{self.seed}:{self.epoch}:{row['index']}")
 
 

@@ -132,6 +132,7 @@ def load_files(
     return kind.from_generator(
         _documents,
         features=Features({"text": Value("string"), PROBLEM: Value("string")}),
+        # datasets splits the only list of these: each file is a shard, whose order is shuffled.
         gen_kwargs={"files": states, "column": column, "strict": strict, "convert": convert},
     )
 
@@ -237,6 +238,7 @@ def _kind(file: Path) -> str:
 
 def _opened(file: Path) -> TextIO:
     if file.suffix.lower() == _COMPRESSED:
+        # utf-8-sig: a byte-order mark, as Windows writes it, is neither text nor JSON.
         return gzip.open(file, "rt", encoding="utf-8-sig")
     return file.open(encoding="utf-8-sig")
 

@@ -142,6 +142,7 @@ def check(recipe: Recipe, args: Any, mistakes: Mistakes | None = None) -> Plan:
         with mistakes.collected():
             config = load_config(recipe.model)
             tokenizer = load_tokenizer(recipe.model)
+    # Building a model would report the same mistakes again, in transformers' words.
     buildable = not mistakes
     trained = 0
     target = 0
@@ -237,6 +238,7 @@ def _check_length(recipe: Recipe, config: Any) -> tuple[int, int]:
     """
     method = method_of(recipe)
     scheme = scheme_of(recipe)
+    # For its lengths alone: --attn and --dtype are checked elsewhere, with messages of their own.
     bare = _bare(replace(recipe, attn=None, dtype="float32"), config, meta=True)
     trained, target = lengths(recipe, bare)
     if scheme == "mixed_windows":
@@ -267,6 +269,7 @@ def _check_windows(recipe: Recipe, model: Any, trained: int) -> None:
         if not (
             isinstance(method, DynamicMethod)
             and method.is_dynamic
+            # Without an absolute tolerance: slow frequencies are below 1e-5 radians per token.
             and torch.allclose(method.inv_freq_at(site.rope, length), site.rope.inv_freq, atol=0)
             and float(method.attention_scaling_at(site.rope, length)) == 1
             and _same_queries(method.tempered(site.rope), trained)
@@ -398,8 +401,10 @@ def _extend(recipe: Recipe, model: Any, meta: bool, rows: Any = ()) -> Any:
         if recipe.init == "model":
             text = [row["input_ids"][:trained] for row in itertools.islice(rows, FITTED_ROWS)]
             rope_ext.fit(model, torch.tensor(text))
+    # After the patch, since PEFT copies what the encoding learns, and a fit precedes adapters.
     whole = with_lora(model, recipe) if recipe.lora_r else model
     if recipe.chunked_loss:
+        # Last: LoRA may wrap the output layer, whose forward this replaces.
         ChunkedLoss(model)
     return whole
 
@@ -450,6 +455,7 @@ def with_lora(model: Any, recipe: Recipe) -> Any:
     if extra and recipe.dtype == "bfloat16":
         whole.get_input_embeddings().register_forward_hook(_in_bfloat16)
     if extra and tied:
+        # PEFT has renamed the parameters, and saving drops copies of tied ones by name.
         model._tied_weights_keys = _shared(model)
     return whole
 
@@ -632,8 +638,10 @@ class LongTrainer(Trainer):
         if self.args.should_save:  # this file marks a complete checkpoint
             (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)
         super().save_model(output_dir, _internal_call)
+        # PEFT saves weights and its own settings; without this file, the patch would be lost.
         if self.recipe.lora_r and self.recipe.method != NONE and self.args.should_save:
             rope_ext.save_sidecar(self.model, folder)
+        # Only checkpoints are resumed from; the final model is saved by a call of our own.
         if _internal_call and isinstance(self.train_dataset, Stream) and self.args.should_save:
             done = self.state.global_step * self.get_total_train_batch_size(self.args)
             state = self.train_dataset.state(done)
@@ -756,6 +764,7 @@ def read(recipe: Recipe, args: TrainingArguments, plan: Plan) -> Data:
         if recipe.eval_dataset is not None:
             name = recipe.eval_dataset
             split = recipe.eval_split
+            # Streamed: a few rows do not need the whole dataset on disk.
             held_out = data.documents(
                 name, split=split, column=recipe.text_column, streaming=True, strict=strict
             )
@@ -767,6 +776,7 @@ def read(recipe: Recipe, args: TrainingArguments, plan: Plan) -> Data:
             minimum=recipe.minimum_document,
         )
         if recipe.eval_dataset is None:
+            # What is evaluated on must not be trained on.
             texts = [texts[0].skip(taken)]
     minima = [part.minimum_document for part in given]
     if not recipe.datasets:
@@ -882,6 +892,7 @@ def run(recipe: Recipe, args: TrainingArguments, plan: Plan) -> None:
         show(f"{args.output_dir}: training is finished; it contains {checkpoint.name}'s model")
         tell_next(next_command(recipe, args, plan))
         return
+    # The others then find what datasets has cached.
     with args.main_process_first(desc="reading the data"):
         found = read(recipe, args, plan)
     tell_contents(recipe, args, found)
@@ -897,6 +908,7 @@ def run(recipe: Recipe, args: TrainingArguments, plan: Plan) -> None:
 
 def _train(recipe: Recipe, args: TrainingArguments, plan: Plan, found: Data) -> None:
     """Train and save, resuming where ``args`` say."""
+    # Before the model is built: LoRA and encodings draw their initial values.
     set_seed(args.seed)
     rows = found.rows
     model = build(recipe, plan.config, rows=rows)
@@ -920,8 +932,10 @@ def _train(recipe: Recipe, args: TrainingArguments, plan: Plan, found: Data) -> 
     )
     steps.tokens = trainer.get_total_train_batch_size(args) * recipe.length
     if args.should_save:
+        # Before the first checkpoint, since whoever resumes from it is compared with them.
         write_settings(recipe, args, [each.digest for each in found.contents])
     if isinstance(rows, Stream):
+        # After the model is built, which may fit an encoding to the first rows of the stream.
         resume_stream(rows, args)
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.save_model()

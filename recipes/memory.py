@@ -62,6 +62,7 @@ from rope_ext.saving.checkpoints import trained_length
 BLOCK = 64  # 4-bit weights per quantization constant (QLoRA, arXiv 2305.14314, section 3)
 # Bytes of an optimizer state, with a scale for each block of states.
 _FULL = 4.0
+# 256 states share a scale in bitsandbytes and torchao, 128 in torchao's 4 bits.
 _BYTE = 1 + 4 / 256
 _HALF = 0.5 + 4 / 128
 _SMALL = 4096  # parameters with fewer values keep states in float32
@@ -164,6 +165,7 @@ def step_peaks(
         model.get_input_embeddings().register_forward_hook(lambda *call: call[-1].requires_grad_())
     model.config.get_text_config()._attn_implementation_internal = _CAUSAL
     ids = torch.zeros(rows, length, dtype=torch.long, device=device)
+    # Counted are what the step adds to these, which are there before it.
     live = Live()
     gradients = (p.grad for p in model.parameters() if p.grad is not None)
     live.known((*model.parameters(), *model.buffers(), *gradients))
@@ -175,8 +177,10 @@ def step_peaks(
                 with torch.no_grad():
                     originals = model(input_ids=short, **OPTIONS).hidden_states
                 loss = loss + distance(model, short, originals)
+                # As in a run: restoration_loss has returned before the backward pass.
                 del originals
         forward = live.peak
+        # The backward pass begins with what the forward pass stored.
         live.peak = live.live
         loss.backward()
     return forward, live.peak
@@ -229,53 +233,103 @@ def need(recipe: finetune.Recipe, args: Any, config: PreTrainedConfig) -> Need:
     model = finetune.build(recipe, config, meta=True)
     trained = [p for p in model.parameters() if p.requires_grad]
     packed = _packed(model) if recipe.quantize else []
-    values = sum(p.numel() for p in packed)
-    if recipe.quantize_bits == 8:
-        constants = sum(4 * p.shape[0] for p in packed)  # a scale for each row
-    else:
-        constants = values * (1 / BLOCK + 4 / (BLOCK * OF_CONSTANTS))
-    weights = _bytes(model.parameters()) - _bytes(packed)
-    weights += values * recipe.quantize_bits / 8 + constants
+    bits = recipe.quantize_bits
+    constants = _constants(packed, bits)
     states = optimizer_bytes(args.optim.value, trained)
-    missing = [] if states is not None else [f"the states of --optim {args.optim.value}"]
-    if packed and recipe.quantize_bits == 8:
+    missing = []
+    if states is None:
+        missing.append(f"the states of --optim {args.optim.value}")
+    if packed and bits == 8:
         missing.append("what 8-bit products store beyond 16-bit ones")
-    whole = max((p.nbytes for p in packed), default=0)
-    text = config.get_text_config()
-    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    rows = args.per_device_train_batch_size
-    width = 2 if args.bf16 else 4
-
-    def step(length: int, sharded: bool) -> float:
-        skeleton = finetune.build(recipe, config, meta=True)
-        if sharded and args.bf16:  # FSDP2 and ZeRO-3 compute with bfloat16 weights
-            skeleton.bfloat16()
-        if args.gradient_checkpointing:
-            skeleton.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
-        own = recipe.original_max_position_embeddings or trained_length(config)
-        restored = min(own, length) if recipe.restoration else 0
-        peak = extrapolated(
-            skeleton, rows=rows, length=length, bf16=args.bf16 and not sharded, restored=restored
-        )
-        copies = 1 if args.gradient_checkpointing else len(_layers(model))
-        return peak + whole + mask_bytes(recipe, args, length) * (1 + width * copies)
-
+    step = functools.partial(
+        _step,
+        recipe=recipe,
+        args=args,
+        config=config,
+        dequantized=max((p.nbytes for p in packed), default=0),
+    )
+    width = _width(args)
     return Need(
         parameters=sum(p.numel() for p in model.parameters()),
         trained=sum(p.numel() for p in trained),
         alone=Memory(
-            weights=weights,
+            weights=_bytes(model.parameters()) - _bytes(packed) + _codes(packed, bits) + constants,
             gradients=_bytes(trained),
             optimizer=states or 0,
-            activations=step(recipe.length, False),
+            activations=step(recipe.length, sharded=False),
         ),
         constants=constants,
-        gathered=_gathered(model, packed, width, packed_width=recipe.quantize_bits / 8),
-        keys=2 * rows * recipe.length * text.num_key_value_heads * head * width,
+        gathered=_gathered(model, packed, width, packed_width=bits / 8),
+        keys=_keys(config, args.per_device_train_batch_size * recipe.length) * width,
         step=functools.partial(step, sharded=True),
         length=recipe.length,
         missing=tuple(missing),
     )
+
+
+def _width(args: Any) -> int:
+    """Bytes of a value in the compute dtype."""
+    return 2 if args.bf16 else 4
+
+
+def _codes(packed: Sequence[nn.Parameter], bits: int) -> float:
+    """Bytes of quantized weights, without their constants."""
+    return sum(p.numel() for p in packed) * bits / 8
+
+
+def _constants(packed: Sequence[nn.Parameter], bits: int) -> float:
+    """Bytes of the constants of quantized weights."""
+    if bits == 8:
+        return sum(4 * p.shape[0] for p in packed)  # a scale for each row
+    # A byte for each block, and a float32 for each block of these bytes: double quantization.
+    return sum(p.numel() for p in packed) * (1 / BLOCK + 4 / (BLOCK * OF_CONSTANTS))
+
+
+def _keys(config: PreTrainedConfig, tokens: int) -> int:
+    """Number of values in the keys and values of one layer."""
+    text = config.get_text_config()
+    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return 2 * tokens * text.num_key_value_heads * head
+
+
+def _step(
+    length: int,
+    *,
+    sharded: bool,
+    recipe: finetune.Recipe,
+    args: Any,
+    config: PreTrainedConfig,
+    dequantized: int,
+) -> float:
+    """Peak memory of the activations of a training step, in bytes.
+
+    Args:
+        length: tokens of each row on this device.
+        sharded: whether the weights are sharded, by FSDP2 or ZeRO-3.
+        recipe: a recipe from :func:`recipes.settings.parse`.
+        args: its TrainingArguments.
+        config: configuration of the model.
+        dequantized: bytes of the largest quantized matrix, when it computes.
+    """
+    skeleton = finetune.build(recipe, config, meta=True)
+    if sharded and args.bf16:  # FSDP2 and ZeRO-3 compute with bfloat16 weights
+        skeleton.bfloat16()
+    if args.gradient_checkpointing:
+        skeleton.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
+    # Without checkpointing, every layer stores its cast of the mask for the backward pass. Counted
+    # here, since ``extrapolated`` takes layers away.
+    copies = 1 if args.gradient_checkpointing else len(_layers(skeleton))
+    own = recipe.original_max_position_embeddings or trained_length(config)
+    restored = min(own, length) if recipe.restoration else 0
+    peak = extrapolated(
+        skeleton,
+        rows=args.per_device_train_batch_size,
+        length=length,
+        bf16=args.bf16 and not sharded,
+        restored=restored,
+    )
+    mask = mask_bytes(recipe, args, length) * (1 + _width(args) * copies)
+    return peak + dequantized + mask
 
 
 def optimizer_bytes(optim: str, trained: Sequence[nn.Parameter]) -> float | None:
@@ -300,6 +354,7 @@ def _packed(model: nn.Module) -> list[nn.Parameter]:
     return [
         module.weight
         for module in model.modules()
+        # Matrices of LoRA are linear layers as well, and are trained: they are not quantized.
         if isinstance(module, nn.Linear) and module is not head and not module.weight.requires_grad
     ]
 
@@ -319,6 +374,7 @@ def _gathered(
 
     layers = _layers(model)
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+    # FSDP2 gathers the next layer while one computes, hence two.
     largest = max(size(layer, trained=False) for layer in layers)
     gradient = max(size(module, trained=True) for module in (*layers, *ends))
     return 2 * largest + size(ends[1], trained=False) + gradient * (1 + 4 / width)

@@ -65,6 +65,7 @@ LONG_ROWS = ("consecutive", "mixed_windows")
 _LONGEST_ROW = 8192
 """Tokens of a row if only ``target_length`` is given: PoSE needs no more."""
 _MOST_BYTES = 2**20  # of a recipe
+# A byte per pair of tokens: torch's masks are bool.
 _LARGEST_MASK = 2**30  # bytes; the mask of a row of 32768 tokens
 SETTINGS = "recipe.json"
 DIGESTS = "data_digests"
@@ -255,6 +256,8 @@ def read_settings(argv: Sequence[str], mistakes: Mistakes) -> tuple[Recipe, Any]
     parser = _Parser((Recipe, TrainingArguments), allow_abbrev=False)
     parser.add_argument("--config", help="YAML file with any of these settings.")
     names = {action.dest for action in parser._actions} - {"help", "config"}
+    # A first pass for --config alone; the second one reads its words before those of the command
+    # line, which therefore win.
     known, _ = parser.parse_known_args(argv)
     words = [] if known.config is None else _words(known.config, names, mistakes)
     found, unknown = parser.parse_known_args([*words, *argv])
@@ -267,6 +270,7 @@ def read_settings(argv: Sequence[str], mistakes: Mistakes) -> tuple[Recipe, Any]
         {word[2:].partition("=")[0] for word in given if word.startswith("--")}
         for given in (words, argv)
     )
+    # A target on the command line replaces the factor of the file, and does not contradict it.
     file -= {"factor"} if "target_length" in line else set()
     mistakes.check(derive, values, file | line)
     recipe = Recipe(**{option.name: values[option.name] for option in fields(Recipe)})
@@ -352,7 +356,9 @@ def _training_arguments(values: Mapping[str, Any], mistakes: Mistakes) -> Any:
     given = {name: values[name] for name in options}
     supported = dict(given)
     mistakes.add_all(unsupported(supported))
-    for name in out_of_range(given):  # already recorded; they would hide other errors
+    # TrainingArguments stops at its first error, so mistakes that are already recorded are not
+    # passed on.
+    for name in out_of_range(given):
         supported[name] = options[name].default
     plain = argparse.Namespace(**given, world_size=int(os.environ.get("WORLD_SIZE", "1")))
     try:
@@ -407,7 +413,8 @@ def _words(file: str, names: set[str], mistakes: Mistakes) -> list[str]:
             mistakes.add(f"{file}: unknown setting {name!r}{near}")
             continue
         many = value if isinstance(value, list) else [value]
-        many = ["no" if v is False and name.endswith("_strategy") else v for v in many]  # in YAML
+        # YAML reads an unquoted `no` as false.
+        many = ["no" if v is False and name.endswith("_strategy") else v for v in many]
         shown = [json.dumps(v) if isinstance(v, dict) else str(v) for v in many]
         words += [] if value is None else [f"--{name}", *shown]
     return words
@@ -901,6 +908,25 @@ def parts(recipe: Recipe) -> list[Part]:
 
 def _part(text: str, recipe: Recipe) -> Part:
     """Read one dataset of --datasets; raises OptionError, naming what is wrong."""
+    given = _entry(text)
+    chat = given.get("format", recipe.format) == CHAT
+    part = Part(
+        **{
+            "column": recipe.text_column,
+            "rows": rows_of(recipe),
+            "format": recipe.format,
+            # Short conversations are used, unless this dataset says otherwise.
+            "minimum_document": 0 if chat else recipe.minimum_document,
+            **given,
+        }
+    )
+    for fault in _of_part(part):
+        raise OptionError(f"--datasets {text}: {fault}")
+    return part
+
+
+def _entry(text: str) -> dict[str, Any]:
+    """The names and values of one entry of --datasets; raises OptionError for unknown names."""
     try:
         given = read_json(text)
         if not isinstance(given, dict):
@@ -915,38 +941,29 @@ def _part(text: str, recipe: Recipe) -> Part:
         if name not in names:
             near = nearest(str(name), names) or f"; it must be one of {', '.join(sorted(names))}"
             raise OptionError(f"--datasets {text}: unknown name {name!r}{near}")
+    # The default weight is that of a recipe with a single dataset.
     for name in ("dataset", "weight"):
         if name not in given:
             raise OptionError(f"--datasets {text}: {name} is missing; give it")
-    chat = given.get("format", recipe.format) == CHAT
-    part = Part(
-        **{
-            "column": recipe.text_column,
-            "rows": rows_of(recipe),
-            "format": recipe.format,
-            # Short conversations are used, unless this dataset says otherwise.
-            "minimum_document": 0 if chat else recipe.minimum_document,
-            **given,
-        }
-    )
+    return given
+
+
+def _of_part(part: Part) -> Iterator[str]:
+    """What is wrong with the values of one dataset; types first, on which the others rely."""
     for name, kinds in _OF_PART.items():
         value = getattr(part, name)
         if not isinstance(value, kinds) or isinstance(value, bool):
-            raise OptionError(f"--datasets {text}: {name} {value!r} is not valid")
+            yield f"{name} {value!r} is not valid"
+            return
     for name, choices in (("rows", ROWS), ("format", FORMATS)):
         for message in _not_among(name, getattr(part, name), choices):
-            raise OptionError(f"--datasets {text}: {message.removeprefix('--')}")
+            yield message.removeprefix("--")
     if part.minimum_document < 0:
-        raise OptionError(
-            f"--datasets {text}: minimum_document {part.minimum_document} is not valid; it must be "
-            f"0 or more"
-        )
+        yield f"minimum_document {part.minimum_document} is not valid; it must be 0 or more"
     if not 0 < part.weight <= 1:  # also catches NaN
-        raise OptionError(
-            f"--datasets {text}: weight {part.weight:g} is not valid; it is a share of the rows, "
-            f"above 0 and at most 1"
+        yield (
+            f"weight {part.weight:g} is not valid; it is a share of the rows, above 0 and at most 1"
         )
-    return part
 
 
 _OF_PART: dict[str, Any] = {
@@ -972,6 +989,7 @@ def mask_bytes(recipe: Recipe, args: TrainingArguments, length: int) -> int:
 def decisive(recipe: Recipe, args: TrainingArguments) -> dict[str, Any]:
     """All settings that affect the results of a run, as JSON."""
     values = {name: getattr(args, name) for name in _DECISIVE}
+    # As a file returns it, with lists for tuples, so that the two can be compared.
     return json.loads(json.dumps({**asdict(recipe), **values}, default=str))
 
 
@@ -1043,6 +1061,7 @@ def _refuse_other_settings(recipe: Recipe, args: TrainingArguments) -> None:
 
 def _refuse_links(folder: Path) -> None:
     """Raise OptionError for a link or pipe in a run's directory, which may come from elsewhere."""
+    # Trainer opens files by name and follows links, to wherever the sender of the directory wants.
     for path in (*folder.glob("*"), *folder.glob("checkpoint-*/*")):
         written = not path.is_dir() or path.name.startswith("checkpoint-")
         if written and (path.is_symlink() or not (path.is_file() or path.is_dir())):
@@ -1121,6 +1140,7 @@ def finished(args: TrainingArguments) -> Path | None:
     state = _state(checkpoint) or {}
     steps = args.max_steps if args.max_steps > 0 else state.get("max_steps", 0)
     best = args.load_best_model_at_end and state.get("best_model_checkpoint")
+    # By its name: the state has the path as it was, and the run may have been moved.
     result = checkpoint.parent / Path(best).name if best else checkpoint
     return result if 0 < steps <= state.get("global_step", 0) else None
 
@@ -1140,6 +1160,7 @@ def save_from(checkpoint: Path, folder: Path) -> None:
         there = folder / file.name
         if not file.is_file() or file.name.startswith(_RESUME_FILES):
             continue
+        # A finished run may be called again, and leaves its files as they are.
         if there.exists() and filecmp.cmp(file, there, shallow=False):
             continue
         with draft_of(there) as unfinished:

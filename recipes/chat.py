@@ -66,7 +66,9 @@ def _conversation(row: Mapping[str, Any]) -> dict[str, Any]:
     if "completion" in given:
         prompt = given["prompt"]
         completion = given["completion"]
-        if isinstance(prompt, str) and isinstance(completion, str):
+        if isinstance(prompt, str):
+            if not isinstance(completion, str):
+                raise TypeError("prompt is a text, and completion is not")
             return {"prompt": prompt, "completion": completion}
         before = _messages(prompt)
         return {"messages": before + _messages(completion), "first": len(before), **more}

@@ -24,6 +24,7 @@ from recipes.stream import PROBLEM, DataError, Packer, Source, Stream
 from rope_eval.data.prompts import beginning
 from rope_eval.data.text import python_library
 from rope_ext.errors import first_line, is_path, nowhere
+from rope_ext.methods.checked import not_none
 
 PYTHON_LIBRARY = "python-library"
 """Name of the dataset made of the Python standard library, which needs no download."""
@@ -75,8 +76,8 @@ def documents(
     except DataError:
         raise
     except Exception as error:  # datasets raises errors of any format and file system
-        cause: BaseException = error
-        while cause.__cause__ is not None:  # the outer error is generic
+        cause = error
+        while isinstance(cause.__cause__, Exception):  # the outer error is generic
             cause = cause.__cause__
         if isinstance(cause, DataError):
             raise cause from None
@@ -420,7 +421,8 @@ def first_contents(data: Dataset | IterableDataset, files: Listing | None = None
         data: documents in the column ``text``.
         files: its files, if it is local.
     """
-    first = [row["text"] for row in data.take(_ENOUGH)]
+    streamed = data if isinstance(data, IterableDataset) else data.to_iterable_dataset()
+    first = [row["text"] for row in streamed.take(_ENOUGH)]
     sizes = [] if files is None else [(file.name, file.stat().st_size) for file in files.files]
     found = beginning_of([*sizes, *first])
     return found if isinstance(data, IterableDataset) else replace(found, documents=len(data))
@@ -546,7 +548,7 @@ class Collator:
         if "scored" in row:
             return row, [1.0] * len(row["input_ids"])
         # A separate generator, so that positions are the same as without such rows.
-        ids, weights = self.retrieval(row["input_ids"], self._rng(row, "retrieval:"))
+        ids, weights = not_none(self.retrieval)(row["input_ids"], self._rng(row, "retrieval:"))
         return {**row, "input_ids": ids}, weights
 
     def _batch(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
@@ -572,7 +574,7 @@ class Collator:
         return batch
 
     def _drawn(self, row: Mapping[str, Any]) -> Drawn:
-        return self.scheme(row["input_ids"], self._rng(row))
+        return not_none(self.scheme)(row["input_ids"], self._rng(row))
 
     def _rng(self, row: Mapping[str, Any], use: str = "") -> random.Random:
         # Of a text, which random hashes the same way in every process.

@@ -103,9 +103,8 @@ def load_saved(path: Path, split: str) -> Dataset:
     if isinstance(saved, Dataset):
         return saved
     if split not in saved:
-        raise DataError(
-            f"{path} has no split {split!r}; give --dataset_split one of {', '.join(saved)}"
-        )
+        known = ", ".join(map(str, saved))
+        raise DataError(f"{path} has no split {split!r}; give --dataset_split one of {known}")
     return saved[split]
 
 

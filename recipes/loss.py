@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from peft.utils import ModulesToSaveWrapper
 from torch import nn
+from transformers import PreTrainedModel
 
 from recipes.data import IGNORED
 from rope_ext.errors import UnsupportedModelError
@@ -45,7 +46,7 @@ class ChunkedLoss:
         UnsupportedModelError: torch is too old, or the layer is not a plain linear layer.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         if not hasattr(nn.functional, "linear_cross_entropy"):
             raise UnsupportedModelError(
                 f"chunked_loss needs torch.nn.functional.linear_cross_entropy, which torch "
@@ -96,10 +97,11 @@ class ChunkedLoss:
         if loss_weights is not None:
             self.weights = nn.functional.pad(loss_weights, (0, 1))[..., 1:]
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Forward of the output layer: the loss and a mark if there are labels, else logits."""
         if self.labels is None:
-            return self.logits(hidden)
+            return self.logits(input)
+        hidden = input
         weight = self.head.weight
         bias = self.head.bias
         device = hidden.device.type
@@ -142,7 +144,7 @@ class ChunkedLoss:
         returned = self.returned
         self.returned = None
         changed = logits is not returned and (logits.is_meta or bool(logits[1] != _MARK))
-        if changed:
+        if returned is None or changed:
             raise UnsupportedModelError(
                 "chunked_loss cannot be used here: this model scales or caps its logits after the "
                 "output layer; give --chunked_loss false (and --use_liger_kernel true, if that is "

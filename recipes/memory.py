@@ -46,6 +46,7 @@ from transformers import (
     AttentionMaskInterface,
     LlamaConfig,
     PreTrainedConfig,
+    PreTrainedModel,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -138,7 +139,7 @@ class Need:
 
 
 def step_peaks(
-    model: nn.Module,
+    model: PreTrainedModel,
     rows: int,
     length: int,
     bf16: bool = False,
@@ -197,7 +198,9 @@ AttentionInterface.register(_CAUSAL, _causal)
 AttentionMaskInterface.register(_CAUSAL, lambda **arguments: None)
 
 
-def extrapolated(model: nn.Module, rows: int, length: int, bf16: bool, restored: int = 0) -> int:
+def extrapolated(
+    model: PreTrainedModel, rows: int, length: int, bf16: bool, restored: int = 0
+) -> int:
     """Peak activation memory of a training step of a model on the meta device, in bytes.
 
     Extrapolated from :func:`step_peaks` with two and three layers: all layers are alike, and at
@@ -272,12 +275,12 @@ def _width(args: Any) -> int:
     return 2 if args.bf16 else 4
 
 
-def _codes(packed: Sequence[nn.Parameter], bits: int) -> float:
+def _codes(packed: Sequence[torch.Tensor], bits: int) -> float:
     """Bytes of quantized weights, without their constants."""
     return sum(p.numel() for p in packed) * bits / 8
 
 
-def _constants(packed: Sequence[nn.Parameter], bits: int) -> float:
+def _constants(packed: Sequence[torch.Tensor], bits: int) -> float:
     """Bytes of the constants of quantized weights."""
     if bits == 8:
         return sum(4 * p.shape[0] for p in packed)  # a scale for each row
@@ -348,7 +351,7 @@ def _bytes(parameters: Any) -> int:
     return sum(p.nbytes for p in parameters)
 
 
-def _packed(model: nn.Module) -> list[nn.Parameter]:
+def _packed(model: PreTrainedModel) -> list[torch.Tensor]:
     """Weights that bitsandbytes quantizes: all linear layers except the output layer."""
     head = model.get_output_embeddings()
     return [
@@ -360,7 +363,7 @@ def _packed(model: nn.Module) -> list[nn.Parameter]:
 
 
 def _gathered(
-    model: nn.Module, packed: list[nn.Parameter], width: int, packed_width: float
+    model: PreTrainedModel, packed: Sequence[torch.Tensor], width: int, packed_width: float
 ) -> float:
     """Bytes of two layers, the output layer, and the largest gradient, also in float32."""
     halves = {id(p) for p in packed}
@@ -456,7 +459,7 @@ def _words(path: str, *more: str) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("recipe", help="YAML recipe of recipes/finetune.py")
     parser.add_argument(
         "--devices", type=int, default=1, help="number of devices that share the model"
@@ -474,9 +477,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             with mistakes.collected():
                 config = config_from_shape(options.shape)
         recipe, args = settings.read_settings(_words(options.recipe, *more), mistakes)
+        if recipe.model is None and options.shape is None:
+            mistakes.add("--model is missing; give it in the recipe or here, or give --shape")
         mistakes.report()
-        config = config_of(recipe.model) if config is None else config
-        found = need(recipe, args, config)
+        found = need(recipe, args, config or config_of(str(recipe.model)))
     except RopeExtError as error:
         parser.exit(2, f"{error}\n")
     show(

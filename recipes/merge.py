@@ -165,7 +165,7 @@ def merge(adapter: Path, output: Path, dtype: str) -> str:
 
 def parser() -> argparse.ArgumentParser:
     """The options of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     add = parser.add_argument
     add("adapter", type=Path, help="output directory of a run, or a checkpoint in it")
     add("--output", type=Path, required=True, help="output directory; must not exist")

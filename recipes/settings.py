@@ -20,6 +20,7 @@ import yaml
 from peft import LoraConfig
 from safetensors import SafetensorError, safe_open
 from transformers import HfArgumentParser, TrainingArguments
+from transformers.hf_argparser import DataClassType
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.trainer import TRAINER_STATE_NAME
 
@@ -41,6 +42,7 @@ from rope_ext.config.record import method_to_json
 from rope_ext.encodings import Encoding, InputEncoding
 from rope_ext.errors import Mistakes, OptionError, first_line, nearest
 from rope_ext.methods import FrequencyMethod, build_method, method_class
+from rope_ext.methods.checked import not_none
 from rope_ext.methods.rope import factor_to
 from rope_ext.methods.temperature import SSMax
 from rope_ext.saving.checkpoints import trained_length
@@ -253,7 +255,8 @@ def read_settings(argv: Sequence[str], mistakes: Mistakes) -> tuple[Recipe, Any]
     Raises:
         OptionError: the file cannot be read, or a value has the wrong type.
     """
-    parser = _Parser((Recipe, TrainingArguments), allow_abbrev=False)
+    kinds = [DataClassType(kind) for kind in (Recipe, TrainingArguments)]
+    parser = _Parser(kinds, allow_abbrev=False)
     parser.add_argument("--config", help="YAML file with any of these settings.")
     names = {action.dest for action in parser._actions} - {"help", "config"}
     # A first pass for --config alone; the second one reads its words before those of the command
@@ -717,7 +720,7 @@ def _of_reading(recipe: Recipe, args: Any) -> Iterator[str]:
 def _of_positions(recipe: Recipe) -> Iterator[str]:
     """Errors about options of PoSE and of mixed windows."""
     scheme = scheme_of(recipe)
-    if recipe.pose_chunks and not 2 <= recipe.pose_chunks <= recipe.length:
+    if recipe.pose_chunks and not 2 <= recipe.pose_chunks <= length_of(recipe):
         yield (
             f"--pose_chunks {recipe.pose_chunks} is not valid; give 0 (no PoSE), or from 2 to "
             f"--length {recipe.length}"
@@ -795,7 +798,7 @@ def _of_chat(recipe: Recipe, args: Any) -> Iterator[str]:
 def _of_masking(recipe: Recipe, args: Any) -> Iterator[str]:
     """Errors about packed documents that would attend to each other, or whose mask is too large."""
     rows = args.per_device_train_batch_size
-    size = mask_bytes(recipe, args, recipe.length)
+    size = mask_bytes(recipe, args, length_of(recipe))
     asked = "--document_masking" if recipe.document_masking else "--positions mixed_windows"
     if size > _LARGEST_MASK:
         yield (
@@ -842,6 +845,16 @@ def _not_among(name: str, value: str, choices: Sequence[str]) -> Iterator[str]:
     if value not in choices:
         near = nearest(value, set(choices)) or ";"
         yield f"--{name} {value!r} is not valid{near} give one of {', '.join(choices)}"
+
+
+def length_of(recipe: Recipe) -> int:
+    """Tokens of a row, of a recipe in which :func:`check_together` found nothing missing."""
+    return not_none(recipe.length)
+
+
+def output_of(args: TrainingArguments) -> Path:
+    """The output directory; without one, TrainingArguments has chosen a name."""
+    return Path(not_none(args.output_dir))
 
 
 def scheme_of(recipe: Recipe) -> str:
@@ -995,7 +1008,7 @@ def decisive(recipe: Recipe, args: TrainingArguments) -> dict[str, Any]:
 
 def check_output(recipe: Recipe, args: TrainingArguments) -> None:
     """Determine where to resume; raise OptionError if the directory belongs to another run."""
-    folder = Path(args.output_dir)
+    folder = output_of(args)
     _require_writable(folder)
     _refuse_links(folder)
     last = _last_checkpoint(folder, args)
@@ -1106,7 +1119,8 @@ def check_data(args: TrainingArguments, digests: list[str]) -> None:
 
 def _settings_before(args: TrainingArguments) -> Iterator[tuple[Path, dict[str, Any]]]:
     """The directories of the run to resume, with their settings."""
-    yield from _settings_of({Path(args.output_dir), Path(args.resume_from_checkpoint).parent})
+    checkpoint = Path(not_none(args.resume_from_checkpoint))
+    yield from _settings_of({output_of(args), checkpoint.parent})
 
 
 def _settings_of(runs: set[Path]) -> Iterator[tuple[Path, dict[str, Any]]]:
@@ -1125,7 +1139,7 @@ def _settings_of(runs: set[Path]) -> Iterator[tuple[Path, dict[str, Any]]]:
 
 def write_settings(recipe: Recipe, args: TrainingArguments, digests: list[str]) -> None:
     """Save the settings that a resumed run is compared with, and hashes of its data, atomically."""
-    folder = Path(args.output_dir)
+    folder = output_of(args)
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(decisive(recipe, args) | {DIGESTS: digests}, indent=1) + "\n"
     with draft_of(folder / SETTINGS) as unfinished:
@@ -1147,7 +1161,7 @@ def finished(args: TrainingArguments) -> Path | None:
 
 def how_to_resume(args: TrainingArguments) -> str:
     """How to continue a run that was stopped."""
-    last = _last_checkpoint(Path(args.output_dir), args)
+    last = _last_checkpoint(output_of(args), args)
     if last is None:
         return "there is no checkpoint yet; run the same command to start again"
     return f"run the same command with --resume_from_checkpoint true to continue from {last.name}"

@@ -166,3 +166,18 @@ def test_a_target_length_needs_no_configuration_from_the_hub(
         Mistakes(),
     )
     assert recipe.factor == 8
+
+
+def test_a_recipe_without_a_model_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Unless the shape of a model is given."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("length: 64\n", encoding="utf-8")
+    with pytest.raises(SystemExit) as ended:
+        memory.main([str(recipe)])
+    assert ended.value.code == 2
+    assert "--model is missing" in capsys.readouterr().err
+    shape = "hidden=64,layers=2,heads=4,kv_heads=2,intermediate=128,vocab=256"
+    memory.main([str(recipe), "--shape", shape])
+    assert "parameters" in capsys.readouterr().out

@@ -448,14 +448,9 @@ def with_lora(model: Any, recipe: Recipe) -> Any:
             _require_layers(model, targets)
         whole = peft.get_peft_model(model, settings)
     except ValueError as error:
-        linear = {
-            name.rsplit(".", 1)[-1]
-            for name, module in model.named_modules()
-            if hasattr(module, "in_features")
-        }
         raise OptionError(
             f"cannot add LoRA to this model ({first_line(error)}); give --lora_target some of "
-            f"{', '.join(sorted(linear))}"
+            f"{', '.join(_linear_layers(model))}"
         ) from error
     for parameter in whole.parameters():
         if parameter.requires_grad:
@@ -474,6 +469,12 @@ def _require_layers(model: Any, targets: Iterable[str]) -> None:
     for target in targets:
         if not any(name.endswith(f".{target}") for name in names):
             raise ValueError(f"it has no layer {target}")
+
+
+def _linear_layers(model: Any) -> list[str]:
+    """The last parts of the names of linear layers, quantized ones included."""
+    linear = [name for name, module in model.named_modules() if hasattr(module, "in_features")]
+    return sorted({name.rsplit(".", 1)[-1] for name in linear})
 
 
 def _targets(recipe: Recipe) -> list[str] | str:

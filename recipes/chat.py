@@ -137,7 +137,8 @@ class TokenizeChat:
     names = ("input_ids", "scored")
 
     def __call__(self, batch: Mapping[str, Sequence[str | None]]) -> dict[str, Any]:
-        ids, scored = [], []
+        ids = []
+        scored = []
         with Templates(_Programs(self.tokenizer)) as templates:
             conversations = _Conversations(self.tokenizer, templates)
             for text in batch["text"]:
@@ -299,9 +300,11 @@ class _Conversations:
         head = list(beginning(self.tokenizer))
         end = self.tokenizer.eos_token_id
         if ids[: len(head)] != head:
-            ids, scored = head + ids, [False] * len(head) + scored
+            ids = head + ids
+            scored = [False] * len(head) + scored
         if end is not None and ids[-1:] != [end]:
-            ids, scored = [*ids, end], [*scored, True]
+            ids = [*ids, end]
+            scored = [*scored, True]
         return ids, scored
 
     def _in_spans(

@@ -267,7 +267,8 @@ class Bookend:
 
     def __call__(self, batch: Mapping[str, Sequence[Sequence[int]]]) -> dict[str, Any]:
         whole = np.concatenate([np.asarray(ids, dtype=np.int32) for ids in batch["input_ids"]])
-        head, tail = np.asarray(self.head, np.int32), np.asarray(self.tail, np.int32)
+        head = np.asarray(self.head, np.int32)
+        tail = np.asarray(self.tail, np.int32)
         inner = self.length - len(head) - len(tail)
         rows = []
         at = 0

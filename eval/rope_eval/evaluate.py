@@ -34,6 +34,7 @@ def evaluate(settings: Settings, tasks: Sequence[Task]) -> Report | None:
                 outcomes = run(plan, advance, lambda work: shown.update(bar, total=work))
             if outcomes is None:
                 return None
+            # Still locked: another run must not write between the log and the report of it.
             report = Report(plan.measured(), outcomes)
             paths = report.write()
         report.print()  # the files exist even if this fails

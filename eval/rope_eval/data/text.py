@@ -27,6 +27,7 @@ def python_library(split: Literal["train", "held_out"]) -> list[str]:
     """
     root = Path(sysconfig.get_path("stdlib"))
     texts = []
+    # Sorted, since the order of a directory differs between file systems.
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root)
         if _SKIPPED.intersection(name.parts):

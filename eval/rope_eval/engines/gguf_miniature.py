@@ -100,7 +100,8 @@ def _write_feed_forward(writer: Any, config: Any) -> None:
 def _write_heads(writer: Any, config: Any, kinds: Sequence[str], dim: int) -> None:
     """Write numbers and sizes of heads; ``dim`` is the size of those that rotate."""
     key_heads = config.num_key_value_heads
-    keys, values = dim, dim
+    keys = dim
+    values = dim
     if getattr(config, "kv_lora_rank", None):  # all heads share one cached key
         keys = config.kv_lora_rank + dim
         values = config.kv_lora_rank
@@ -146,6 +147,8 @@ def _parts(
         yield from _latent_parts(name, values, config)
     elif "in_proj_qkvz" in name:
         yield from _linear_parts(name, values, config)
+    # As the converter writes them: decay itself, convolutions of two dimensions, scales of norms
+    # with the 1 that transformers adds.
     elif name.endswith(".A_log"):
         yield name, -values.exp()
     elif ".conv" in name and values.ndim == 3:

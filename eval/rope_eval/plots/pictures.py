@@ -72,7 +72,8 @@ def angles(axes: Any, rope: Rope, methods: Lines, length: int) -> None:
             y=values.where(values > 0, math.nan),
         )
     bottom, top = axes.dataLim.intervaly
-    bottom, top = bottom / 3, 2 * top
+    bottom = bottom / 3
+    top = 2 * top
     trained = rope.length * rope.inv_freq
     seen = trained.where(rope.rotations < 1, top)  # a full rotation covers every angle
     met = f"seen in training ({rope.length} tokens; all angles after a full rotation)"

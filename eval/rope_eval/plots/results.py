@@ -121,7 +121,8 @@ def draw_depths(
     """Plot rates, by (system, length, depth bin): one heat map per system, depths as rows."""
     systems, lengths = _axes_of(estimates)
     depths = 1 + max(depth for _, _, depth in estimates)
-    width, height = max(1.6, _CELL * len(lengths) + 0.1), 0.32 * depths + 0.9
+    width = max(1.6, _CELL * len(lengths) + 0.1)
+    height = 0.32 * depths + 0.9
     across = max(1, min(len(systems), 3, int((_WIDTH - 1.2) // width)))
     down = math.ceil(len(systems) / across)
     figure = style.figure_of(max(5.0, width * across + 1.4), max(3.0, height * down + 0.8))

@@ -151,6 +151,7 @@ class Recommendation:
         self.far = [length for length in lengths if length > trained]
         names = [name for name in scores if name != UNPATCHED]
         self.weights = unpatched.weights or None
+        # Bonferroni: each method is compared with the unpatched model.
         self.confidence = 1 - (1 - CONFIDENCE) / max(1, len(names))
         passes = unpatched.passes_at(self.within)
         self.found_within = summary.estimate_rate(passes) if passes else None
@@ -221,6 +222,7 @@ class Recommendation:
     def _pick(self, methods: Sequence[Evidence]) -> Pick | None:
         if not methods:
             return None
+        # First what finds clearly less than the leader is out, then perplexity decides.
         leader = max(methods, key=lambda e: e.found.value if self.counts and e.found else 0.0)
         left = [e for e in methods if not self._fewer(e.name, leader.name)]
         best, *others = sorted(left, key=_rank)

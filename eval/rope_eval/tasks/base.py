@@ -72,6 +72,7 @@ def draws(
     for length in lengths:
         for bin in range(depths or 1):
             at = f":{depths}:{bin}" if depths else ""
+            # One for each length and bin: more lengths or trials leave the other prompts alone.
             rng = random.Random(f"{name}:{seed}:{length}{at}")
             for index in range(trials):
                 depth = (bin + rng.random()) / depths if depths else None

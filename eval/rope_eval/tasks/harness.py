@@ -210,6 +210,7 @@ def outcomes(
         task_manager=first.manager,
         num_fewshot=first.num_fewshot,
         limit=first.limit,
+        # Intervals are our own.
         bootstrap_iters=0,
         apply_chat_template=chat,
         metadata=first.metadata,
@@ -218,6 +219,7 @@ def outcomes(
     for task in tasks:
         samples = found["samples"][task.name]
         for sample in samples:
+            # A task may read an answer in several ways; a document counts once.
             if sample["filter"] != samples[0]["filter"]:
                 continue
             value = float(sample[task.metric])

@@ -141,6 +141,7 @@ class LongPPL(Segments):
         row = [*bos, *text]
         long = score(model, [row], len(row) - 1)[0][0]
         short = long.clone()  # at the start, both contexts are equal
+        # One forward scores this many tokens, with the short context before the first of them.
         stride = max(1, self.short_context // 4)
         for begin in range(self.short_context + stride, len(row), stride):
             end = min(len(row), begin + stride)

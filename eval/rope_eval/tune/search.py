@@ -117,7 +117,9 @@ def evolve(
     bounds = space.bounds(len(first[0].table))
     low, high = np.array(bounds).T
     begun = np.array([space.vector(first[i % len(first)]) for i in range(population)], dtype=float)
+    # The first tables stay as they are, so that no search ends worse than they are.
     begun[len(first) :] += rng.normal(0, _NEAR, begun[len(first) :].shape) * (high - low)
+    # tol 0: only maxiter ends it, so that a search with more iterations begins with the same ones.
     settings: Any = {"init": begun.clip(low, high), "maxiter": iterations, "tol": 0}
     settings |= {"polish": False, "seed": seed}
     try:
@@ -175,6 +177,7 @@ def _first(given: SearchOptions, known: Sequence[FrequencyMethod], rope: Rope) -
     own = []
     for method in known:
         ratio = (rope.inv_freq / method.inv_freq(rope)).nan_to_num(nan=method.factor)  # 0 / 0
+        # cummax: numbers of a table ascend, and those of some methods fall for a few pairs.
         tables.append(space.fitted((ratio * _STEPS).round().int().cummax(0).values.tolist()))
         own.append(round(_STEPS * method.attention_scaling(rope)))
     if not space.scales:
@@ -285,6 +288,7 @@ def _samples(
     lengths = (rope.length, given.target_length)
     samples = []
     parts = {RANKING: range(given.samples), VALIDATION: range(given.samples, count)}
+    # Other seeds, hence other keys: a table must not be chosen on what ranked it.
     for (name, part), seed in zip(parts.items(), (given.seed, given.seed + 2), strict=True):
         own = rows.some(part)
         asked = (lengths, given.prompts, own.windows, seed, given.needle)
@@ -346,6 +350,7 @@ def _searched(
             method = _method(given, one, factor)
             value = measured(method)
             if not found or value < tried[found[0]]:
+                # At once: a search that is stopped leaves its best table.
                 found[:] = [keep(method)]
                 losses = (value, tried[best_yarn()])
                 trials.show(description="loss {:.4f} (yarn {:.4f})".format(*losses))

@@ -63,6 +63,7 @@ class Study:
         folder = self.adapter(factor, arm, seed)
         target = self.trained * factor
         row = self.row if arm == "pose" else target
+        # Tokens of a run and of a step are equal in both arms; only rows differ.
         rows = max(1, self.step_tokens // row)
         steps = max(1, self.tokens // (rows * row))
         words = ["--config", str(RECIPE), "--model", self.model, "--dataset", "python-library"]
@@ -156,6 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 return
             print(shlex.join(words), flush=True)
             subprocess.run(words, cwd=ROOT, check=True)
+            # After the command has ended well, so that a killed one is run again.
             mark.parent.mkdir(parents=True, exist_ok=True)
             mark.touch(exist_ok=True)
 

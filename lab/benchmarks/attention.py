@@ -87,6 +87,7 @@ def native(
         rotary(query, *own),
         key if cached is None else rotary(key, *cached),
         value,
+        # A single query sees the whole cache; torch would align its mask with the first key.
         is_causal=query.shape[2] == key.shape[2],
         scale=query.shape[-1] ** -0.5,
         enable_gqa=query.shape[1] != key.shape[1],

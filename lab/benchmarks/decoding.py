@@ -82,6 +82,7 @@ def measure(
                     for name, one in models.items()
                 }
                 yield {column: ratios(runs, rounds)}
+            # Graphs of this column would count towards the limit of the next one.
             torch._dynamo.reset()
 
 
@@ -92,6 +93,7 @@ def _steps(model: nn.Module, ids: torch.Tensor, rounds: int, backend: str) -> Ca
     cache = DynamicCache(config=model.config)
     if backend:
         step = torch.compile(model, fullgraph=True, dynamic=False, backend=backend)
+        # One more round, the warm-up of ``ratios``.
         room = ids.shape[1] + STEPS * (rounds + 1)
         cache = StaticCache(config=model.config, max_cache_len=room)
     model(ids, past_key_values=cache, logits_to_keep=1)

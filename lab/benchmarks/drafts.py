@@ -71,6 +71,7 @@ def rounded(model: nn.Module, bits: int) -> nn.Module:
             if weight.ndim == 2 and name.endswith("_proj.weight"):
                 step = weight.abs().amax(1, keepdim=True) / levels
                 weight.copy_((weight / step).round() * step)
+    # Constant: generate would adapt the length of drafts to how many are accepted.
     config: Any = draft.generation_config
     config.num_assistant_tokens = DRAFTED
     config.num_assistant_tokens_schedule = "constant"
@@ -115,6 +116,7 @@ def measure(
                         ids,
                         attention_mask=torch.ones_like(ids),
                         max_new_tokens=new,
+                        # As many tokens in every setting, which a forward is divided by.
                         min_new_tokens=new,
                         do_sample=False,
                         **given,

@@ -160,6 +160,7 @@ class Evidence:
         lines = self.of(task, method, options, factor=4 if length > 2 else 2)
         lines = [line for line in lines if line["length"] == round(length * self.trained)]
         if decoded := [line for line in lines if is_decoded(line)]:
+            # The last line of a part counts, which may have been measured twice.
             parts = {line["part"]: line["right"] for line in decoded}
             right = [value for part in parts.values() for value in part]
             return sum(right), len(right)
@@ -421,7 +422,8 @@ def _by_position(evidence: Evidence, method: str) -> tuple[list[int], list[float
 
 def put(path: Path, name: str, text: str) -> None:
     page = path.read_text(encoding="utf-8")
-    begin, end = f"<!-- evidence: {name} -->\n", "<!-- end of evidence -->"
+    begin = f"<!-- evidence: {name} -->\n"
+    end = "<!-- end of evidence -->"
     before, mark, after = page.partition(begin)
     assert mark, f"{path} has no mark {begin.strip()}"
     path.write_text(before + begin + text + end + after.partition(end)[2], encoding="utf-8")
@@ -466,6 +468,7 @@ def _mean(found: Mapping[str, float]) -> float:
 def _percent(gap: float) -> str:
     """A difference of losses as a change of perplexity."""
     value = round(100 * (math.exp(gap) - 1), 1)
+    # Not "-0.0".
     return f"{value:+.1f}" if value else "0.0"
 
 

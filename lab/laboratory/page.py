@@ -481,7 +481,8 @@ def _title(results: Results, measure: str) -> str:
     """The name of a measure, including its length."""
     if not results.lengths:
         return measure
-    first, last = results.lengths[0], results.lengths[-1]
+    first = results.lengths[0]
+    last = results.lengths[-1]
     return {
         AT: f"loss at {first}",
         FAR: f"loss at {last}",

@@ -101,6 +101,7 @@ class Text:
         """
         longest = self.length * TIMES[-1]
         scored = self.length // 2
+        # The same rows for every model and seed.
         rng = np.random.default_rng(_HELD_OUT)
         rows = np.stack([_excerpt(rng, self.held_out, longest) for _ in range(self.rows)])
         found: dict = {"loss": {}, "retrieval": {}, "positions": [], "refused": {}}

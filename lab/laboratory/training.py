@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import time
@@ -134,7 +135,7 @@ class Training:
             else:
                 loss = update()
                 seconds.append(clock() - started)
-            if loss != loss:
+            if not math.isfinite(loss):
                 raise FloatingPointError(f"the loss is no number after {step} steps")
             scheduler.step()
             tokens += ids.numel()

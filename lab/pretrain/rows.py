@@ -59,10 +59,12 @@ class Rows(torch.utils.data.Dataset):
         return self.stream[start : start + tokens]
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        # Of a text, which random hashes the same way in every process.
         rng = random.Random(f"{self.seed}:{index}")
         kind = rng.choices(list(self.shares), list(self.shares.values()))[0]
         ids, weights = getattr(self, kind)(rng)
-        ids, weights = ids[: self.length], weights[: self.length]
+        ids = ids[: self.length]
+        weights = weights[: self.length]
         missing = self.length - len(ids)
         return {
             "input_ids": torch.tensor(ids + [self.eos] * missing),
@@ -80,7 +82,8 @@ class Rows(torch.utils.data.Dataset):
         The first ``given`` tokens of a repetition only identify it; the others have a loss.
         """
         size = len(segment)
-        ids, weights = [*self.head, *segment], [0.0] * (len(self.head) + size)
+        ids = [*self.head, *segment]
+        weights = [0.0] * (len(self.head) + size)
         while len(ids) < self.length:
             gap = rng.choice((0, rng.randrange(self.length // 2)))
             start = rng.randrange(max(1, size // 2))

@@ -286,7 +286,8 @@ def put_induction(model: Qwen3ForCausalLM) -> None:
     turned = _orthogonal(width, width)
     model.lm_head.weight.copy_(0.05 * tokens @ turned)
     for group in range(config.num_key_value_heads):
-        query, key = group * per_group * size, group * size
+        query = group * per_group * size
+        key = group * size
         queries = slice(query, query + size)
         keys = slice(key, key + size)
         sketch, copied, back = (_orthogonal(width, size) for _ in range(3))

@@ -18,6 +18,7 @@ from rope_ext.command.terminal import quiet, stoppable, tell, tell_next
 def evaluate(settings: Settings, tasks: Sequence[Task]) -> Report | None:
     """Check, measure, print and write; returns None in all processes except the first."""
     with stoppable():
+        # First: the report needs it, after hours of measuring.
         require_matplotlib()
         quiet()
         plan = prepare(settings, tasks)

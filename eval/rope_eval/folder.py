@@ -26,6 +26,7 @@ from rope_ext.errors import MeasureError
 from rope_ext.saving.drafts import refuse_link
 
 HIDDEN = ".rope-ext"
+# By it a log is known as ours: a change would make all earlier logs foreign.
 HEADER = b'{"program": "rope_ext", "log": "cases", "format": 1}\n'
 """The first line of every log."""
 _LOGS = re.compile(r"cases(\.[1-9][0-9]*)?\.jsonl")

@@ -112,6 +112,7 @@ def _logits(
 def _answering(decoder: nn.Module, output: Any, hidden: torch.Tensor) -> Iterator[None]:
     """Return ``hidden`` as the decoder's output; the model's own head then computes the logits."""
     answer = type(output)(last_hidden_state=hidden)
+    # Somebody may have replaced it on this instance before.
     own = decoder.__dict__.get("forward")
     decoder.forward = lambda *args, **kwargs: answer  # Module.__call__ looks it up
     try:

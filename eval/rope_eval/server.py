@@ -136,6 +136,7 @@ class Client:
                 late = time.monotonic() + wait >= deadline
                 if not error.passing or attempt == self.retries or late:
                     raise
+                # ``close`` ends this wait, too.
                 if self._closed.wait(wait):
                     raise
             delay = min(2 * delay, _LONGEST_DELAY)

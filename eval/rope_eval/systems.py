@@ -19,6 +19,7 @@ from rope_ext.patching import patched
 _LONGEST = 40  # most characters of an option in a row's name
 
 
+# By identity: systems are keys of dicts, and options cannot be hashed.
 @dataclass(frozen=True, eq=False)
 class System:
     """A model with a method: a row of the report.

@@ -46,6 +46,7 @@ def write_model(model: nn.Module, path: str | Path) -> None:
     writer.add_token_scores([0.0] * size)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
+    # The engine has to read the same tokens as transformers.
     writer.add_add_bos_token(False)
     arch = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == family.name)
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
@@ -53,6 +54,7 @@ def write_model(model: nn.Module, path: str | Path) -> None:
         for part, piece in _parts(
             name, values=tensor.detach().float().cpu(), config=config, family=family
         ):
+            # llama.cpp then reads the embedding instead.
             if part == "lm_head.weight" and config.tie_word_embeddings:
                 continue
             written = names.get_name(part, (".weight", ".bias"))

@@ -148,6 +148,7 @@ def judge(
 
     differences = {name: distance(got, row) for name, row in expected.items()}
     nearest = min(differences, key=differences.__getitem__)
+    # "not <=" also for NaN, which a broken engine returns.
     if not differences[nearest] <= rounding:
         return "other", (), differences
     near = _APART * max(differences[nearest], _FLOOR)
@@ -389,6 +390,7 @@ def verify(
     count = float(returned.mean())
     sizes = [*map(len, prompts)]
     notes = []
+    # The last of each group of consecutive lengths.
     lengths = tuple(size for size in sizes if size + 1 not in sizes)
     if verdict == "cannot tell":
         notes.append(

@@ -259,6 +259,7 @@ class Advice(Results):
         """Options of the tasks of ``compare`` that differ from their defaults."""
         tasks = [task for task in self.plan.tasks if isinstance(task, (Perplexity, Passkey))]
         every = [(f, getattr(task, f.name)) for task in tasks for f in option_fields(type(task))]
+        # The protocol "ending" is what a default of None becomes.
         return {f.name: value for f, value in every if value not in (f.default, "ending")}
 
     @property

@@ -77,6 +77,7 @@ def sum_ends(
     some = np.where(total > 0, total, 1)  # of equal values, the interval is their mean
     parts = (variance**2 / freedom).sum(0)
     t = _student(np.where(total > 0, total**2 / np.where(parts > 0, parts, 1), 1), confidence)
+    # Hall's second-order term: (1 + 2 t**2) times the skewness of the mean, over 6.
     shift = third.sum(0) / some**1.5 / 6 * (1 + 2 * t * t)
     middle = value.sum(0)
     error = np.sqrt(total)

@@ -85,6 +85,7 @@ class Plan:
     def batches(self, system: System) -> list[list[Case]]:
         """Return the forwards of ``system``, longest first; rows of a batch are similar."""
         groups: dict[tuple, list[Case]] = {}
+        # The longest first: if memory does not suffice, the run ends early.
         for case in sorted(self.cases(system), key=lambda case: (-case.length, -case.tokens)):
             # Rows that are generated together write up to the same number of tokens.
             written = case.count if case.mode == "write" else None
@@ -346,6 +347,7 @@ def _systems(
             first = f"{short if shorts.count(short) == 1 else model} "
         for method, options, adapted, stage in _rows(settings, methods):
             identity = dict(identities[model])
+            # Results without an adapter are the same beside any adapter, and kept for it.
             if not adapted:
                 identity["adapter"] = None
             named = label(method, options, settings.factor) + stage

@@ -251,6 +251,7 @@ class DataSet(Task):
         """Number of demonstrations; for ``icl``, the benchmark's number at that length."""
         if self.shape.format != "icl":
             return self.shots
+        # Between the benchmark's lengths, as many for each token as at the longest one.
         at = {8192 * 2**number: shots for number, shots in enumerate(self.shape.shots)}
         return at.get(length) or max(1, self.shape.shots[-1] * length // 131072)
 

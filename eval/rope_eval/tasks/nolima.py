@@ -172,6 +172,7 @@ class NoLiMa(Task):
             raise OptionError(f"no needles are given; give {OPTION} needle_set.json of NoLiMa")
         if not self.nolima_books:
             raise OptionError(f"no books are given; give {BOOKS} rand_book_1.txt of NoLiMa")
+        # Errors in the files are reported before anything is measured.
         self._read  # noqa: B018
         return [self]
 

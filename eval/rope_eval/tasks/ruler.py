@@ -190,6 +190,7 @@ class CommonWords(Prompts):
         # An entry is a number, a period and a word: at least three tokens.
         most = counts.words + length // (3 * counts.others) + self.common
         words = many_words(most, rng)
+        # The example must not repeat words of the list.
         example = words[: counts.words]
         words = words[counts.words :]
 

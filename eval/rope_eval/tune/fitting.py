@@ -77,6 +77,7 @@ def fit(
     with torch.inference_mode(False):
         with torch.no_grad(), unpatched(model), evaluating(decoder):
             rows = [_observe(decoder, layers, row) for row in input_ids]
+        # Layers may share their parameters: each part is fitted once, to all of its layers.
         fitted = {part: copy.deepcopy(part) for part in dict.fromkeys(parts.values())}
         values = [value for part in fitted.values() for value in part.parameters()]
         for value in values:

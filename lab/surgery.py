@@ -207,6 +207,7 @@ class Bench:
             texts = (
                 read_texts(["runs/django/train.jsonl"]) if self.text else python_library("train")
             )
+            # Surely enough tokens for a whole window, without tokenizing all texts.
             long = [text for text in texts if len(text) > 8 * self.lengths[-1]][: self.windows]
             lines = "".join(json.dumps({"text": text}) + "\n" for text in long)
             replace_file(path, lines.encode())

@@ -70,6 +70,8 @@ class Study:
         words += ["--original_max_position_embeddings", str(self.trained)]
         words += ["--target_length", str(target), "--length", str(row)]
         words += ["--rows_per_step", str(rows), "--max_steps", str(steps), "--save_steps", "5"]
+        # minimum_document: --target_length would set half a row, and the two arms would read
+        # different documents.
         words += ["--pose_chunks", "2" if arm == "pose" else "0", "--minimum_document", "0"]
         words += ["--use_cpu", "true", "--quantize", "false", "--optim", "adamw_torch"]
         words += ["--gradient_checkpointing", "true" if arm == "full" else "false"]
@@ -78,6 +80,7 @@ class Study:
         return [sys.executable, "recipes/finetune.py", *words, *self.more, *resume]
 
     def adapter(self, factor: int, arm: str, seed: int) -> Path:
+        """The directory of a training."""
         return self.output / f"{arm}-{factor}x-{seed}"
 
     def measurements(self, factor: int, adapter: Path | None) -> Iterator[list[str]]:

@@ -74,6 +74,7 @@ def under(
     compose: bool | str,
     trained_length: int | None,
 ) -> AbstractContextManager[Any]:
+    """Patch a model for a ``with`` block; ``trained_length`` is in tokens, None: as configured."""
     given = {"compose": compose, "original_max_position_embeddings": trained_length}
     return patched(model, name, **{**given, **options})
 

@@ -38,6 +38,7 @@ class Size:
         return f"{self.layers} layers of {width} columns, {self.prompt} tokens in the cache"
 
     def build(self, kv_heads: int, dtype: torch.dtype) -> LlamaForCausalLM:
+        """A Llama of this size with random weights."""
         torch.manual_seed(0)
         width = HEADS * COLUMNS
         config = LlamaConfig(

@@ -95,6 +95,11 @@ def texts(length: int, count: int) -> list[torch.Tensor]:
 def measure(
     method: str, factor: float, lengths: Sequence[int], count: int, new: int, bits: int
 ) -> Iterator[Accepted]:
+    """Yield what a patched model accepts of each kind of draft, at each prompt length in tokens.
+
+    ``count`` is the number of prompts, ``new`` that of tokens after each, and ``bits`` are those of
+    a weight of the draft model.
+    """
     plain = AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.float32).eval()
     target = rope_ext.patch(copy.deepcopy(plain), method, factor=factor)
     drafts: dict[str, dict[str, Any]] = {

@@ -187,6 +187,7 @@ def _exact(
         shapes += ((2 * groups,),)
     drawn = [torch.randn(shape, generator=generator, device=run.device) for shape in shapes]
     drawn = [x.to(run.dtype) for x in drawn]
+    # Random, since in the gradients of a sum errors may cancel out.
     weight = torch.randn(*shapes[0][:3], value_size, generator=generator, device=run.device)
 
     def results(dtype: torch.dtype, by: Callable) -> list[torch.Tensor]:
@@ -396,6 +397,7 @@ def _made(run: Run, config: LlamaConfig) -> nn.Module:
 
 
 def ids_of(run: Run, rows: int, length: int, padded: bool = False) -> dict[str, torch.Tensor]:
+    """Random tokens ``[rows, length]`` and their mask; ``padded``: for a quarter of one row."""
     generator = torch.Generator(run.device).manual_seed(rows)
     ids = torch.randint(3, 60, (rows, length), generator=generator, device=run.device)
     mask = torch.ones_like(ids)

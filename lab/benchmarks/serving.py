@@ -79,6 +79,7 @@ class Variant:
         self.log = log
 
     def answer(self) -> Any:
+        """The next answer of the process; ends the benchmark if the process has ended."""
         stdout = self.process.stdout
         assert stdout is not None
         line = stdout.readline()
@@ -87,6 +88,7 @@ class Variant:
         return json.loads(line)
 
     def run(self, case: Case, new: int) -> Times:
+        """Run a case with ``new`` decoding steps."""
         stdin = self.process.stdin
         assert stdin is not None
         print(json.dumps([*case, new]), file=stdin, flush=True)

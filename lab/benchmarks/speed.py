@@ -77,6 +77,7 @@ def prefill(model: nn.Module, ids: torch.Tensor) -> None:
 
 @torch.inference_mode()
 def decode(model: nn.Module, ids: torch.Tensor, cache: DynamicCache) -> None:
+    """Decode eight tokens after those in the cache, which is left as it was."""
     start = cache.get_seq_length()
     for _ in range(8):
         model(ids[:, -1:], past_key_values=cache, logits_to_keep=1)

@@ -88,6 +88,7 @@ class Evidence:
             given = line["options"]
             if options is not None:
                 return given == {"factor": factor, **options}
+            # STRING's default, 1.98, stands among those of 2.
             plain = set(given) == {"factor"} and math.ceil(given["factor"]) == factor
             return method == "unpatched" or plain
 
@@ -130,6 +131,7 @@ class Evidence:
             last = min(end, line["length"])  # string reaches a little less than 2 times
             if line["length"] < 0.98 * end or (by_length and line["length"] > end):
                 continue
+            # Spans of both models begin and end at a bucket.
             part = line["losses"][begin // BUCKET : last // BUCKET]
             # The shortest forward that reaches this far: each document once.
             if line["document"] not in found or line["length"] == last:
@@ -421,6 +423,7 @@ def _by_position(evidence: Evidence, method: str) -> tuple[list[int], list[float
 
 
 def put(path: Path, name: str, text: str) -> None:
+    """Replace what a page has between the marks of ``name``."""
     page = path.read_text(encoding="utf-8")
     begin = f"<!-- evidence: {name} -->\n"
     end = "<!-- end of evidence -->"

@@ -240,6 +240,7 @@ def hold(
     direction = 1 if published.rising else -1
     own = 1 if published.measure == LONGER else -1
     ranked = [(direction * published.values[name], own * ours[name]) for name in names]
+    # Over the pairs of both rankings; NaN if one of them has only ties.
     tau = kendalltau(*zip(*ranked, strict=True)).statistic
     same, other, unclear = _pairs(published, measured, names)
     total = same + len(other) + len(unclear)

@@ -131,6 +131,7 @@ class Training:
                 return loss.item()
 
             if step == 1:  # the first step also allocates states and tables
+                # Not timed, since the profiler slows it down.
                 loss, peak = peak_of(update, self.device)
             else:
                 loss = update()

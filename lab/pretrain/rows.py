@@ -55,6 +55,7 @@ class Rows(torch.utils.data.Dataset):
         return self.rows
 
     def excerpt(self, rng: random.Random, tokens: int) -> list[int]:
+        """Consecutive tokens of the text, from a random place on."""
         start = rng.randrange(len(self.stream) - tokens)
         return self.stream[start : start + tokens]
 

@@ -119,6 +119,7 @@ class ProseRows(Rows):
     def names(self, rng: random.Random, count: int) -> list[str]:
         """Distinct names, often with a word in common, so that the whole name has to be read."""
         shared = rng.choice(self.words) if rng.random() < 0.5 else None
+        # Not a set, whose order depends on the hash seed of the process.
         names: dict[str, None] = {}
         while len(names) < count:
             words = rng.sample(self.words, rng.randint(1, 2))
@@ -249,7 +250,9 @@ def fresh_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
             head_dim=32,
             max_position_embeddings=LENGTH,
             rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
+            # put_induction needs heads that look at a place whatever is there.
             attention_bias=True,
+            # The output layer reads copied tokens by other directions than the embedding writes.
             tie_word_embeddings=False,
             bos_token_id=None,
             eos_token_id=tokenizer.eos_token_id,

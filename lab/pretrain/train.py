@@ -159,6 +159,7 @@ def main() -> None:
     steps = args.steps or recipe.steps
     batch_size = args.batch_size or recipe.batch_size
 
+    # Of the weights; rows have their own generators.
     torch.manual_seed(args.seed)
     texts = recipe.texts("train")
     tokenizer = recipe.tokenizer(texts)

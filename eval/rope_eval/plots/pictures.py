@@ -83,6 +83,7 @@ def angles(axes: Any, rope: Rope, methods: Lines, length: int) -> None:
 
 
 def decay(axes: Any, rope: Rope, methods: Lines, length: int) -> None:
+    """Plot :func:`decay_at` by distance, for methods that rotate: means, and ranges nearby."""
     distance, bins, places = _nearby(length)
     for label, method in methods.items():
         if rotates(rope, method):

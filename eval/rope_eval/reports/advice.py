@@ -247,7 +247,10 @@ class Advice(Results):
         settings = self.plan.settings
         method = self._methods(model)[0]
         return training_command(
-            *(model, method, trained, reach(settings.factor, trained)),
+            model=model,
+            method=method,
+            trained=trained,
+            target=reach(settings.factor, trained),
             options=settings.options.get(method),
             compose=bool(settings.compose),
             text=str(self._texts[0]) if self._texts else None,

@@ -347,7 +347,7 @@ def _systems(
             first = f"{short if shorts.count(short) == 1 else model} "
         for method, options, adapted, stage in _rows(settings, methods):
             identity = dict(identities[model])
-            # Results without an adapter are the same beside any adapter, and kept for it.
+            # What is measured without the adapter also counts beside another one.
             if not adapted:
                 identity["adapter"] = None
             named = label(method, options, settings.factor) + stage
@@ -355,8 +355,17 @@ def _systems(
             dynamic = dynamic or models.is_dynamic(configs[model])
             key = digest(identity, method, options)
             trained = identity["trained_length"]
-            known = (model, method, options, trained, dynamic, key, adapted)
-            yield System(first + named, named, *known)
+            yield System(
+                name=first + named,
+                label=named,
+                model=model,
+                method=method,
+                options=options,
+                trained=trained,
+                is_dynamic=dynamic,
+                identity=key,
+                adapted=adapted,
+            )
 
 
 def _with_cut(system: System, longest: int) -> Iterator[System]:

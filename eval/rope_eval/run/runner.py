@@ -332,6 +332,7 @@ class Runner(Loaded):
     def results(
         self, system: System, batches: Sequence[Sequence[Case]]
     ) -> Iterator[list[tuple[Case, Result]]]:
+        """Yield the cases of each batch with their results, a batch as soon as it is measured."""
         for batch in batches:
             if system.is_dynamic:  # resets the longest length seen by transformers' dynamic scaling
                 score(self.model, rows=[[self.pad] * 2], tail=1, pad=self.pad)
@@ -398,6 +399,7 @@ class EmbeddingRunner(Loaded):
     def results(
         self, system: System, batches: Sequence[Sequence[Case]]
     ) -> Iterator[list[tuple[Case, Result]]]:
+        """Yield the questions of each batch with the rank of their document."""
         for batch in batches:
             candidates = batch[0].candidates
             assert candidates is not None  # of the mode ``rank``, the only one of such tasks

@@ -115,6 +115,7 @@ class Book(NamedTuple):
 
     @classmethod
     def from_text(cls, tokenizer: Any, text: str, name: str) -> Book:
+        """Tokenize a text, and find its line breaks; ``name`` is for errors."""
         ids = encode(tokenizer, text)
         breaks = {token: "\n" in tokenizer.decode([token]) for token in set(ids)}
         return cls(ids, [0, *(at for at, token in enumerate(ids) if at and breaks[token])], name)

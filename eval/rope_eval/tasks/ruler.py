@@ -279,6 +279,11 @@ def made(
     haystack: Mapping[str, Any] | None = None,
     **files: str | None,
 ) -> Task:
+    """Build the task of RULER with this name.
+
+    ``trials`` are its prompts at each length, ``new_tokens`` the longest answer (None: RULER's),
+    ``haystack`` is from :func:`read_haystack`, and ``files`` are those of the questions, by option.
+    """
     common: dict[str, Any] = {"trials": trials, "suite": SUITE, "suite_size": SIZE}
     if new_tokens is not None:
         common["tokens"] = new_tokens

@@ -206,12 +206,15 @@ def _halves(
         # No half of one calibration has the prompts of a half of another.
         seed = 2 * given.seed + place
         lengths = (rope.length, target)
-        asked = (lengths, given.prompts, own.windows, seed, given.needle)
-        halves.append(
-            fitness.Sample(
-                name=name, rows=own, prompts=fitness.prompts_of(tokenizer, *asked), inside=inside
-            )
+        prompts = fitness.prompts_of(
+            tokenizer,
+            lengths=lengths,
+            count=given.prompts,
+            texts=own.windows,
+            seed=seed,
+            needle=given.needle,
         )
+        halves.append(fitness.Sample(name=name, rows=own, prompts=prompts, inside=inside))
     if given.prompts and not halves[0].prompts:
         notes.append(
             f"answers do not count: no prompt fits into the {rope.length} trained tokens (the "

@@ -291,8 +291,14 @@ def _samples(
     # Other seeds, hence other keys: a table must not be chosen on what ranked it.
     for (name, part), seed in zip(parts.items(), (given.seed, given.seed + 2), strict=True):
         own = rows.some(part)
-        asked = (lengths, given.prompts, own.windows, seed, given.needle)
-        prompts = fitness.prompts_of(tokenizer, *asked)
+        prompts = fitness.prompts_of(
+            tokenizer,
+            lengths=lengths,
+            count=given.prompts,
+            texts=own.windows,
+            seed=seed,
+            needle=given.needle,
+        )
         samples.append(fitness.Sample(name, own if given.scored else fitness.Rows(), prompts))
     return samples
 

@@ -55,9 +55,9 @@ from recipes.checks import POSITIVE, at_least, out_of_range
 from recipes.restoration import OPTIONS, distance
 from recipes.settings import mask_bytes
 from recipes.shapes import config_of
-from rope_ext.advice.memory import Live, shown
+from rope_ext.advice.memory import Live, heads_of, shown
 from rope_ext.command.terminal import show, tell, tell_next
-from rope_ext.errors import Mistakes, OptionError, RopeExtError, is_path
+from rope_ext.errors import Mistakes, OptionError, RopeExtError, first_line, is_path
 from rope_ext.saving.checkpoints import trained_length
 
 BLOCK = 64  # 4-bit weights per quantization constant (QLoRA, arXiv 2305.14314, section 3)
@@ -229,7 +229,7 @@ def need(recipe: finetune.Recipe, args: Any, config: PreTrainedConfig) -> Need:
         config: configuration of the model.
 
     Raises:
-        OptionError: the length is missing.
+        OptionError: the length is missing, or the model does not run without weights.
     """
     if recipe.length is None:
         raise OptionError("--length is missing; give it in the recipe or on the command line")
@@ -290,9 +290,8 @@ def _constants(packed: Sequence[torch.Tensor], bits: int) -> float:
 
 def _keys(config: PreTrainedConfig, tokens: int) -> int:
     """Number of values in the keys and values of one layer."""
-    text = config.get_text_config()
-    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return 2 * tokens * text.num_key_value_heads * head
+    _, heads, columns = heads_of(config)
+    return 2 * tokens * heads * columns
 
 
 def _step(
@@ -324,13 +323,23 @@ def _step(
     copies = 1 if args.gradient_checkpointing else len(_layers(skeleton))
     own = recipe.original_max_position_embeddings or trained_length(config)
     restored = min(own, length) if recipe.restoration else 0
-    peak = extrapolated(
-        skeleton,
-        rows=args.per_device_train_batch_size,
-        length=length,
-        bf16=args.bf16 and not sharded,
-        restored=restored,
-    )
+    try:
+        peak = extrapolated(
+            skeleton,
+            rows=args.per_device_train_batch_size,
+            length=length,
+            bf16=args.bf16 and not sharded,
+            restored=restored,
+        )
+    except RopeExtError:
+        raise
+    except Exception as error:  # of the model's code, which may need real tensors
+        raise OptionError(
+            f"the memory of {recipe.model or 'this shape'} cannot be estimated, since its training "
+            f"step fails without weights ({type(error).__name__}: {first_line(error)}); train some "
+            f"steps with recipes/finetune.py --max_steps 3 and watch the device, or give another "
+            f"--dtype and --bf16"
+        ) from error
     mask = mask_bytes(recipe, args, length) * (1 + _width(args) * copies)
     return peak + dequantized + mask
 

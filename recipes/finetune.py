@@ -298,11 +298,22 @@ def _same_queries(temperature: Temperature | None, trained: int) -> bool:
 def _check_model(recipe: Recipe, config: Any) -> None:
     """Build the model without weights, to find errors early."""
     model = _extend(recipe, _bare(recipe, config, meta=True), meta=True)
-    if recipe.chunked_loss:
+    if not recipe.chunked_loss:
+        return
+    ids = torch.zeros((1, 4), dtype=torch.long, device="meta")
+    try:
+        model(input_ids=ids, labels=ids)
+    except RopeExtError:
+        raise
+    except RuntimeError:
         # Some operators do not run on meta tensors; then errors show in the first training step.
-        with contextlib.suppress(RuntimeError):
-            ids = torch.zeros((1, 4), dtype=torch.long, device="meta")
-            model(input_ids=ids, labels=ids)
+        return
+    except Exception as error:  # of the model's code, such as a router that LoRA has wrapped
+        raise OptionError(
+            f"{recipe.model} cannot be trained so: its forward fails ({type(error).__name__}: "
+            f"{first_line(error)}); give --lora_target other layers, such as q_proj k_proj v_proj "
+            f"o_proj"
+        ) from error
 
 
 def _bare(recipe: Recipe, config: Any, meta: bool) -> Any:

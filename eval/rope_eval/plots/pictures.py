@@ -41,6 +41,7 @@ def spectrum(axes: Any, rope: Rope, methods: Lines, length: int) -> None:
     """Plot the frequency of every pair, with its wavelength on the right axis."""
     for label, method in methods.items():
         values = method.frequencies(rope, length)
+        # Pairs at rest have no place on a logarithmic axis; the legend counts them.
         rest = int((values == 0).sum())
         values = values.where(values > 0, math.nan)
         _line(

@@ -133,9 +133,11 @@ def draw_depths(
         image = axes.imshow(rates, vmin=0, vmax=1, cmap="cividis", aspect="auto")
         for row, values in enumerate(rates):
             for column, value in enumerate(values):
+                # Low rates are dark.
                 colour = "black" if value > 0.45 else "white"
                 axes.text(column, row, f"{100 * value:.0f}", ha="center", va="center",
                           fontsize=9, color=colour)  # fmt: skip
+        # Between the column of the trained length and the next one.
         edge = sum(length <= trained[system] for length in lengths) - 0.5
         axes.axvline(edge, color="#D55E00", linewidth=2)
         axes.set_title("\n".join(wrap(_title(system), int(13 * width))), fontsize=10)

@@ -119,6 +119,7 @@ class Results:
                 if system.method == UNPATCHED or length is None:
                     continue
                 names = (system.name, self.unpatched(system).name)
+                # A positive cost is worse: perplexity that is added, or answers that are lost.
                 names = names[::-1] if task.kind == "rate" else names
                 costs[task.name, system.name] = self._gap(task, names, [length])
         return costs

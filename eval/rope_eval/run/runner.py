@@ -217,7 +217,7 @@ def _refused(plan: Plan, runner: Loaded | Served, system: System) -> bool:
     try:
         with runner.applied(system):
             return False
-    except MeasureError:
+    except MeasureError:  # of a server or a broken model, not about the method
         raise
     except RopeExtError as error:
         plan.refused[system.name] = str(error)

@@ -256,6 +256,7 @@ class Answering(Prompts):
         def build(count: int) -> array:
             # More than there are: all of them again, as in RULER.
             chosen = [order[place % len(order)] for place in range(count)]
+            # A new generator, so that each size has one order however often it is tried.
             random.Random(seed).shuffle(chosen)
             listed = (f"Document {i}:\n{documents[n]}" for i, n in enumerate(chosen, 1))
             content = INTRO + "\n\n".join(listed) + ASK + asked.question

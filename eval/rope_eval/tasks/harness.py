@@ -66,6 +66,7 @@ class Harness(Task):
     @property
     def manager(self) -> Any:
         try:
+            # As text, since arguments of a cached function are hashed.
             return _manager(self.include_path, json.dumps(self.metadata or {}))
         except ImportError:
             raise MeasureError(

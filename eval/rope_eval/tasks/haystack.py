@@ -181,6 +181,7 @@ class Needles(Prompts):
             return lambda lines: [int(len(lines) * (one / 100)) for one in percent]
         if self.ruler:
             return lambda lines: random.Random(seed).sample(range(len(lines)), count)
+        # Shares of the haystack, so that needles keep their depth when it grows.
         shares = [rng.random() for _ in range(count)]
 
         def anywhere(lines: Sequence[str]) -> list[int]:

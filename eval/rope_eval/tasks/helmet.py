@@ -350,6 +350,7 @@ class DataSet(Task):
         text = row.text("text")
         labels = self.shape.labels
         rng = random.Random(f"{text}:{seed}")
+        # Labels are numbers in random order, so that only the demonstrations tell them.
         numbers = rng.sample(range(labels), labels)
 
         def number(one: Row) -> str:

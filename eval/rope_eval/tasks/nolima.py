@@ -235,6 +235,7 @@ class NoLiMa(Task):
         def build(size: int) -> array:
             text = book.span(frame.tokenizer, size, depth, needle) if size else f" {needle}\n"
             if test.distractor:
+                # A new generator, so that the distractor keeps its share when the text grows.
                 wanted = distractor_depth(depth, size, random.Random(seed)) * len(text)
                 breaks = [at for at, letter in enumerate(text) if letter == "\n"]
                 at = min(breaks, key=lambda place: abs(place - wanted))

@@ -462,7 +462,7 @@ class Descent(Judge):
                 if not self.objections(self.changes(candidate)):
                     self.losses[_key(candidate)] = self.scores(candidate).loss
                 self.tried[_key(candidate)] = candidate
-        except MeasureError:
+        except MeasureError:  # such as a full disk, which says nothing of this value
             raise
         except RopeExtError:
             return None

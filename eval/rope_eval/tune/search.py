@@ -261,6 +261,7 @@ def search(
     fitness.require_tokens(model, samples)
     # Without `iterations`, so that a finished search can go on with more of them.
     settings = {name: value for name, value in vars(given).items() if name != "iterations"}
+    # As the log returns it, with which it is compared.
     settings["start"] = given.start and method_to_json(cast("YaRN", given.start))
     settings["model"] = fitness.fingerprint(model)
     settings["text"] = digest([ids for sample in samples for ids in sample.tokens])

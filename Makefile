@@ -151,7 +151,7 @@ lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: $(VENV)/installed ## check the annotations of rope_ext and rope_eval
+types: $(VENV)/installed ## check the annotations of rope_ext, rope_eval and the recipes
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
 
 coverage: $(VENV)/installed ## which model families can be extended; writes the page in docs/

@@ -97,6 +97,7 @@ def by_distance(model: nn.Module, rows: Sequence[tuple[int, ...]], edges: Sequen
 
     def look(module: nn.Module, dense: Dense, window: int | None) -> None:
         heads, tokens = dense.query.shape[1:3]
+        # Cross attention: its keys have no distance from the query.
         across = tokens != dense.key.shape[2]
         if across or sees_window(text_config(decoder), module, window):
             return
@@ -109,7 +110,9 @@ def by_distance(model: nn.Module, rows: Sequence[tuple[int, ...]], edges: Sequen
             queries = slice(start, min(start + size, tokens))
             given = dense.weights(queries)[0].mean(0).cpu().double() / (tokens - first)
             distance = (places[queries, None] - places).clamp(min=0)
+            # right: the trained length itself, an edge, is the first distance beyond it.
             place = torch.bucketize(distance, inner, right=True)
+            # Sinks take attention at any distance, so they have a place of their own.
             place[:, :FIRST] = len(edges) - 1
             total.index_add_(0, place.flatten(), given.flatten())
             total[-1] += (len(given) / (tokens - first)) - given.sum()  # share of learned sinks
@@ -154,6 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with nullcontext() if plain else rope_ext.patched(model, name, factor=args.factor):
             lines[name] = by_distance(model, text.at(length), edges)
     inner = edges[: edges.index(trained) + 1] if trained < length else edges
+    # What the model does where it was trained, which the other lines should come near.
     within = by_distance(model, text.at(inner[-1]), inner)
     figure = style.figure_of(9.5, 4.8)
     axes = figure.subplots()

@@ -55,6 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     gguf = pretrained.smollm2()
     manual = next(manual for manual in MANUALS if manual.package == "flask")
     text = manual.read(args.output)
+    # Processors without bfloat16 units emulate it, several times slower than float32.
     dtype = min((torch.bfloat16, torch.float32), key=seconds_of_products)
     length = args.length or (12288 if dtype == torch.bfloat16 else 11264)
     print(

@@ -145,11 +145,13 @@ class Bench:
         """Train an adapter for ``steps``; 0 makes one step with a learning rate of 0."""
         run = self.output / f"{name}-{steps}"
         operation = OPERATIONS[name]
+        # The last file that a training writes.
         if (run / "rope_ext.json").exists():
             return run
         length = self.length if operation.trained_rows else 2 * self.length
         words = ["--config", self.config, "--model", self.model, "--factor", f"{self.factor:g}"]
         words += ["--length", str(length), "--max_steps", str(max(1, steps))]
+        # As many tokens a step, whatever the length of a row.
         words += ["--per_device_train_batch_size", str(self.batch * self.length // length)]
         words += ["--lora_r", _RANK, "--lora_alpha", _RANK, "--lora_target", *_LINEAR]
         words += ["--retrieval_share", "0"]  # text only, the same for all operations
@@ -205,6 +207,7 @@ class Bench:
             texts = (
                 read_texts(["runs/django/train.jsonl"]) if self.text else python_library("train")
             )
+            # Surely enough tokens for a whole window, without tokenizing all texts.
             long = [text for text in texts if len(text) > 8 * self.lengths[-1]][: self.windows]
             lines = "".join(json.dumps({"text": text}) + "\n" for text in long)
             replace_file(path, lines.encode())
@@ -216,6 +219,7 @@ class Bench:
         if not temperatures:
             return self.read(name, steps)
         loss = {}
+        # 0 as well: a temperature has to lower the loss to be chosen.
         for c in (0.0, *temperatures):
             tuned = self.read(name, steps, c, tune=True)
             place = ("perplexity", tuned.system, self.lengths[-1])

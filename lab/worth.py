@@ -63,12 +63,15 @@ class Study:
         folder = self.adapter(factor, arm, seed)
         target = self.trained * factor
         row = self.row if arm == "pose" else target
+        # Tokens of a run and of a step are equal in both arms; only rows differ.
         rows = max(1, self.step_tokens // row)
         steps = max(1, self.tokens // (rows * row))
         words = ["--config", str(RECIPE), "--model", self.model, "--dataset", "python-library"]
         words += ["--original_max_position_embeddings", str(self.trained)]
         words += ["--target_length", str(target), "--length", str(row)]
         words += ["--rows_per_step", str(rows), "--max_steps", str(steps), "--save_steps", "5"]
+        # minimum_document: --target_length would set half a row, and the two arms would read
+        # different documents.
         words += ["--pose_chunks", "2" if arm == "pose" else "0", "--minimum_document", "0"]
         words += ["--use_cpu", "true", "--quantize", "false", "--optim", "adamw_torch"]
         words += ["--gradient_checkpointing", "true" if arm == "full" else "false"]
@@ -77,6 +80,7 @@ class Study:
         return [sys.executable, "recipes/finetune.py", *words, *self.more, *resume]
 
     def adapter(self, factor: int, arm: str, seed: int) -> Path:
+        """The directory of a training."""
         return self.output / f"{arm}-{factor}x-{seed}"
 
     def measurements(self, factor: int, adapter: Path | None) -> Iterator[list[str]]:
@@ -156,6 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 return
             print(shlex.join(words), flush=True)
             subprocess.run(words, cwd=ROOT, check=True)
+            # After the command has ended well, so that a killed one is run again.
             mark.parent.mkdir(parents=True, exist_ok=True)
             mark.touch(exist_ok=True)
 

@@ -66,7 +66,9 @@ def _conversation(row: Mapping[str, Any]) -> dict[str, Any]:
     if "completion" in given:
         prompt = given["prompt"]
         completion = given["completion"]
-        if isinstance(prompt, str) and isinstance(completion, str):
+        if isinstance(prompt, str):
+            if not isinstance(completion, str):
+                raise TypeError("prompt is a text, and completion is not")
             return {"prompt": prompt, "completion": completion}
         before = _messages(prompt)
         return {"messages": before + _messages(completion), "first": len(before), **more}
@@ -135,7 +137,8 @@ class TokenizeChat:
     names = ("input_ids", "scored")
 
     def __call__(self, batch: Mapping[str, Sequence[str | None]]) -> dict[str, Any]:
-        ids, scored = [], []
+        ids = []
+        scored = []
         with Templates(_Programs(self.tokenizer)) as templates:
             conversations = _Conversations(self.tokenizer, templates)
             for text in batch["text"]:
@@ -297,9 +300,11 @@ class _Conversations:
         head = list(beginning(self.tokenizer))
         end = self.tokenizer.eos_token_id
         if ids[: len(head)] != head:
-            ids, scored = head + ids, [False] * len(head) + scored
+            ids = head + ids
+            scored = [False] * len(head) + scored
         if end is not None and ids[-1:] != [end]:
-            ids, scored = [*ids, end], [*scored, True]
+            ids = [*ids, end]
+            scored = [*scored, True]
         return ids, scored
 
     def _in_spans(
@@ -342,6 +347,7 @@ class Whole:
         lengths = [len(ids) for ids in batch["input_ids"]]
         bins: list[list[int]] = []
         room: list[int] = []
+        # First fit, the longest first; a stable sort, so that a resumed run packs the same rows.
         for index in np.argsort(lengths, kind="stable")[::-1].tolist():
             size = lengths[index]
             if not 0 < size <= self.length:
@@ -361,6 +367,7 @@ class Whole:
         ids = [np.asarray(batch["input_ids"][index], np.int32) for index in members]
         scored = [np.asarray(batch["scored"][index], np.int32) for index in members]
         rest = self.length - sum(map(len, ids))
+        # A part like the others, so that the filler is a document of its own when masked.
         ids.append(np.full(rest, self.filler, np.int32))
         scored.append(np.zeros(rest, np.int32))
         return {

@@ -7,11 +7,12 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from transformers import Trainer, TrainingArguments, training_args
+from transformers import PreTrainedModel, Trainer, TrainingArguments, training_args
 from transformers.integrations import integration_utils
+from transformers.training_args import OptimizerNames
 
 from rope_ext.errors import first_line
 
@@ -86,6 +87,7 @@ def out_of_range(
     found = {}
     for name, (valid, words) in rules.items():
         value = values.get(name)
+        # A number of steps has no effect if its strategy is "no".
         strategy = name.removesuffix("steps") + "strategy"
         if value is None or (name.endswith("_steps") and values.get(strategy) == "no"):
             continue
@@ -141,14 +143,16 @@ def unusable_optimizer(args: Any) -> Iterator[str]:
     """
     if not isinstance(args, TrainingArguments):
         return
+    # Trainer's own choice on one small layer: whatever its version supports.
     # Low-rank optimizers search their layers in the model, and only miss their package here.
-    low_rank = args.optim_target_modules or re.match("galore|apollo", args.optim.value)
+    name = OptimizerNames(args.optim).value
+    low_rank = args.optim_target_modules or re.match("galore|apollo", name)
     errors = (ImportError,) if low_rank else (ImportError, ValueError, RuntimeError)
     try:
-        Trainer.get_optimizer_cls_and_kwargs(args, torch.nn.Linear(1, 1))
+        Trainer.get_optimizer_cls_and_kwargs(args, cast(PreTrainedModel, torch.nn.Linear(1, 1)))
     except errors as error:
         yield (
-            f"--optim {args.optim.value} cannot be used here ({first_line(error)}); install what "
+            f"--optim {name} cannot be used here ({first_line(error)}); install what "
             f"it needs, or leave --optim out"
         )
     except ValueError:

@@ -24,6 +24,7 @@ from recipes.stream import PROBLEM, DataError, Packer, Source, Stream
 from rope_eval.data.prompts import beginning
 from rope_eval.data.text import python_library
 from rope_ext.errors import first_line, is_path, nowhere
+from rope_ext.methods.checked import not_none
 
 PYTHON_LIBRARY = "python-library"
 """Name of the dataset made of the Python standard library, which needs no download."""
@@ -75,8 +76,8 @@ def documents(
     except DataError:
         raise
     except Exception as error:  # datasets raises errors of any format and file system
-        cause: BaseException = error
-        while cause.__cause__ is not None:  # the outer error is generic
+        cause = error
+        while isinstance(cause.__cause__, Exception):  # the outer error is generic
             cause = cause.__cause__
         if isinstance(cause, DataError):
             raise cause from None
@@ -161,6 +162,8 @@ class Tokenize:
                     f"a document is not text but {type(text).__name__}: {text!r:.40}; remove it, "
                     f"or give another --text_column"
                 )
+        # A byte-order mark at the beginning of a file is not text. Long texts are cut later, so the
+        # tokenizer's warning (``verbose``) would be wrong.
         texts = [(text or "").removeprefix("\ufeff") for text in batch["text"]]
         for ids in self.tokenizer(texts, add_special_tokens=False, verbose=False).input_ids:
             begun = ids[: len(head)] == head  # the text itself starts with the token
@@ -264,7 +267,8 @@ class Bookend:
 
     def __call__(self, batch: Mapping[str, Sequence[Sequence[int]]]) -> dict[str, Any]:
         whole = np.concatenate([np.asarray(ids, dtype=np.int32) for ids in batch["input_ids"]])
-        head, tail = np.asarray(self.head, np.int32), np.asarray(self.tail, np.int32)
+        head = np.asarray(self.head, np.int32)
+        tail = np.asarray(self.tail, np.int32)
         inner = self.length - len(head) - len(tail)
         rows = []
         at = 0
@@ -338,6 +342,7 @@ def packer(
         chat: pack whole conversations.
     """
     if chat:
+        # Any token fills a row: it has no loss, and all tokens with one come before it.
         ends = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
         return Whole(length, next(end for end in ends if end is not None), masking)
     if kind == "document":
@@ -372,6 +377,7 @@ def rows(
     tokenize = tokenize or Tokenize(tokenizer)
     minimum = max(minimum, pack.shortest)
     longest = getattr(pack, "longest", None)
+    # Read before ``map`` removes the column.
     problems = [each for each in data[PROBLEM] if each] if PROBLEM in data.column_names else []
     numbers = {"tokens": Value("int64"), "digest": Value("int64")}
     columns = [name for name in ("input_ids", "scored") if name in tokenize.names]
@@ -380,6 +386,7 @@ def rows(
         batched=True,
         batch_size=64,
         remove_columns=data.column_names,
+        # Declared, since datasets infers no type from a first batch of empty documents.
         features=Features({name: List(Value("int32")) for name in columns} | numbers),
     )
     most = math.inf if longest is None else longest
@@ -415,7 +422,8 @@ def first_contents(data: Dataset | IterableDataset, files: Listing | None = None
         data: documents in the column ``text``.
         files: its files, if it is local.
     """
-    first = [row["text"] for row in data.take(_ENOUGH)]
+    streamed = data if isinstance(data, IterableDataset) else data.to_iterable_dataset()
+    first = [row["text"] for row in streamed.take(_ENOUGH)]
     sizes = [] if files is None else [(file.name, file.stat().st_size) for file in files.files]
     found = beginning_of([*sizes, *first])
     return found if isinstance(data, IterableDataset) else replace(found, documents=len(data))
@@ -541,7 +549,7 @@ class Collator:
         if "scored" in row:
             return row, [1.0] * len(row["input_ids"])
         # A separate generator, so that positions are the same as without such rows.
-        ids, weights = self.retrieval(row["input_ids"], self._rng(row, "retrieval:"))
+        ids, weights = not_none(self.retrieval)(row["input_ids"], self._rng(row, "retrieval:"))
         return {**row, "input_ids": ids}, weights
 
     def _batch(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
@@ -567,9 +575,10 @@ class Collator:
         return batch
 
     def _drawn(self, row: Mapping[str, Any]) -> Drawn:
-        return self.scheme(row["input_ids"], self._rng(row))
+        return not_none(self.scheme)(row["input_ids"], self._rng(row))
 
     def _rng(self, row: Mapping[str, Any], use: str = "") -> random.Random:
+        # Of a text, which random hashes the same way in every process.
         return random.Random(f"{use}{self.seed}:{self.epoch}:{row['index']}")
 
 

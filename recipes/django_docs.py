@@ -53,8 +53,9 @@ def django_docs(split: Literal["train", "held_out"]) -> list[str]:
         for file in files:
             name = file.name.partition("/")[2]
             prose = name.startswith("docs/") and name.endswith(".txt")
-            if prose and file.isfile() and not name.startswith("docs/releases/"):
-                texts[name] = files.extractfile(file).read().decode()
+            content = files.extractfile(file) if file.isfile() else None
+            if prose and content is not None and not name.startswith("docs/releases/"):
+                texts[name] = content.read().decode()
     held_out = split == "held_out"
     return [texts[n] for n in sorted(texts) if is_held_out(n) == held_out and texts[n].strip()]
 

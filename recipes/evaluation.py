@@ -97,24 +97,20 @@ def report(
         passkeys: number of passkeys in each evaluation.
         folder: output directory.
     """
-    held_out = {
+    labels = {
         "eval_loss": f"held-out rows of {length} tokens",
         "eval_passkey": f"{passkeys} passkeys in {length} tokens",
     }
-    steps = {entry["step"]: entry for entry in history if "eval_loss" in entry}
-    curve = [
-        {"step": step, **{name: entry[name] for name in _PANELS if name in entry}}
-        for step, entry in sorted(steps.items())
-    ]
-    shown = [name for name in _PANELS if any(name in entry for entry in curve)]
+    curve = _curve(history)
     losses = [(entry["step"], entry["loss"]) for entry in history if "loss" in entry]
+    shown = [name for name in _PANELS if any(name in entry for entry in curve)]
     figure = figure_of(7.5, 1.0 + 2.7 * len(shown))
     panels = np.atleast_1d(figure.subplots(len(shown), sharex=True))
     for number, (axes, name) in enumerate(zip(panels, shown, strict=True)):
         if name == "eval_loss" and losses:
             axes.plot(*zip(*losses, strict=True), color="#999999", linewidth=1, label=training)
         points = [(entry["step"], entry[name]) for entry in curve]
-        axes.plot(*zip(*points, strict=True), linewidth=1.7, markersize=5, label=held_out[name],
+        axes.plot(*zip(*points, strict=True), linewidth=1.7, markersize=5, label=labels[name],
                   **style_of(number))  # fmt: skip
         axes.set_ylabel(_PANELS[name])
         axes.legend(frameon=False)
@@ -127,6 +123,16 @@ def report(
     figure.savefig(folder / f"{NAME}.png", dpi=110)
     text = json.dumps({"length": length, "curve": curve}, indent=1) + "\n"
     (folder / f"{NAME}.json").write_text(text, encoding="utf-8")
+
+
+def _curve(history: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The evaluations by step, each with its numbers."""
+    # A resumed run evaluates some steps again: the later entry is of the weights that it keeps.
+    steps = {entry["step"]: entry for entry in history if "eval_loss" in entry}
+    return [
+        {"step": step, **{name: entry[name] for name in _PANELS if name in entry}}
+        for step, entry in sorted(steps.items())
+    ]
 
 
 def preserve_rng_state() -> Any:

@@ -103,9 +103,8 @@ def load_saved(path: Path, split: str) -> Dataset:
     if isinstance(saved, Dataset):
         return saved
     if split not in saved:
-        raise DataError(
-            f"{path} has no split {split!r}; give --dataset_split one of {', '.join(saved)}"
-        )
+        known = ", ".join(map(str, saved))
+        raise DataError(f"{path} has no split {split!r}; give --dataset_split one of {known}")
     return saved[split]
 
 
@@ -132,6 +131,7 @@ def load_files(
     return kind.from_generator(
         _documents,
         features=Features({"text": Value("string"), PROBLEM: Value("string")}),
+        # datasets splits the only list of these: each file is a shard, whose order is shuffled.
         gen_kwargs={"files": states, "column": column, "strict": strict, "convert": convert},
     )
 
@@ -237,6 +237,7 @@ def _kind(file: Path) -> str:
 
 def _opened(file: Path) -> TextIO:
     if file.suffix.lower() == _COMPRESSED:
+        # utf-8-sig: a byte-order mark, as Windows writes it, is neither text nor JSON.
         return gzip.open(file, "rt", encoding="utf-8-sig")
     return file.open(encoding="utf-8-sig")
 

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import peft
 import torch
@@ -29,6 +29,7 @@ from peft.utils.constants import DUMMY_TARGET_MODULES
 from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
+    PreTrainedModel,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -67,8 +68,10 @@ from recipes.settings import (
     check_together,
     finished,
     how_to_resume,
+    length_of,
     lora_options,
     method_of,
+    output_of,
     parts,
     read_settings,
     save_from,
@@ -84,6 +87,8 @@ from rope_ext.config.nested import text_of
 from rope_ext.encodings import Encoding
 from rope_ext.errors import Mistakes, OptionError, RopeExtError, first_line
 from rope_ext.methods import DynamicMethod, Method, SSMax, Temperature, extended_length
+from rope_ext.methods.checked import not_none
+from rope_ext.options import SlidingLayers
 from rope_ext.position.learned import TEMPERATURE, learned
 from rope_ext.rotary.sites import find_sites, text_decoder
 from rope_ext.saving.checkpoints import load_config, load_tokenizer, loader, saved_under
@@ -105,6 +110,7 @@ class Plan:
     Args:
         config: configuration of the model.
         tokenizer: tokenizer of the model.
+        trained: context length before training, tokens.
         target: context length after training, tokens.
         eval_length: length of evaluation rows and passkey prompts, tokens.
         passkeys: passkey prompts to evaluate.
@@ -112,6 +118,7 @@ class Plan:
 
     config: Any
     tokenizer: Any
+    trained: int
     target: int
     eval_length: int
     passkeys: list[Any]
@@ -140,13 +147,15 @@ def check(recipe: Recipe, args: Any, mistakes: Mistakes | None = None) -> Plan:
         with mistakes.collected():
             config = load_config(recipe.model)
             tokenizer = load_tokenizer(recipe.model)
+    # Building a model would report the same mistakes again, in transformers' words.
     buildable = not mistakes
+    trained = 0
     target = 0
     if config is not None and recipe.length is not None:
         with mistakes.collected():
             _check_parallelism(recipe, args, config)
         with mistakes.collected():
-            target = _check_length(recipe, config)
+            trained, target = _check_length(recipe, config)
     if buildable:
         with mistakes.collected():
             _check_model(recipe, config)
@@ -163,7 +172,12 @@ def check(recipe: Recipe, args: Any, mistakes: Mistakes | None = None) -> Plan:
             cases = evaluation.passkeys(tokenizer, length, recipe.eval_passkeys)
     mistakes.report()
     return Plan(
-        config=config, tokenizer=tokenizer, target=target, eval_length=length, passkeys=cases
+        config=config,
+        tokenizer=tokenizer,
+        trained=trained,
+        target=target,
+        eval_length=length,
+        passkeys=cases,
     )
 
 
@@ -221,30 +235,36 @@ def _check_ulysses(recipe: Recipe, args: Any, sp_size: int) -> None:
         )
 
 
-def _check_length(recipe: Recipe, config: Any) -> int:
-    """Check that rows of the given length can train for the target; returns it in tokens."""
+def _check_length(recipe: Recipe, config: Any) -> tuple[int, int]:
+    """Return the trained and the target length in tokens, between which rows can train.
+
+    Raises:
+        OptionError: rows of the given length cannot train for the target.
+    """
     method = method_of(recipe)
     scheme = scheme_of(recipe)
+    length = length_of(recipe)
+    # For its lengths alone: --attn and --dtype are checked elsewhere, with messages of their own.
     bare = _bare(replace(recipe, attn=None, dtype="float32"), config, meta=True)
     trained, target = lengths(recipe, bare)
     if scheme == "mixed_windows":
         _check_windows(recipe, bare, trained)
-    if scheme not in LONG_ROWS and recipe.length >= target:
+    if scheme not in LONG_ROWS and length >= target:
         raise OptionError(
-            f"--length {recipe.length} is too long for --positions {scheme}, since the target is "
+            f"--length {length} is too long for --positions {scheme}, since the target is "
             f"{target} tokens; give a shorter --length, such as the trained {trained}, or "
             f"--positions consecutive"
         )
     warn_of_gaps(recipe, method)
     # An encoding is new to the model at any length; DroPE trains at the trained length.
-    own = method is not None and method.allows_factor_one and recipe.length == trained
-    if scheme in LONG_ROWS and not own and not trained < recipe.length <= target:
+    own = method is not None and method.allows_factor_one and length == trained
+    if scheme in LONG_ROWS and not own and not trained < length <= target:
         raise OptionError(
-            f"--length {recipe.length} must be longer than the trained {trained} tokens and at "
+            f"--length {length} must be longer than the trained {trained} tokens and at "
             f"most the target of {target}; give --positions pose to train on short rows, or "
             f"another --length or --factor"
         )
-    return target
+    return trained, target
 
 
 def _check_windows(recipe: Recipe, model: Any, trained: int) -> None:
@@ -255,6 +275,7 @@ def _check_windows(recipe: Recipe, model: Any, trained: int) -> None:
         if not (
             isinstance(method, DynamicMethod)
             and method.is_dynamic
+            # Without an absolute tolerance: slow frequencies are below 1e-5 radians per token.
             and torch.allclose(method.inv_freq_at(site.rope, length), site.rope.inv_freq, atol=0)
             and float(method.attention_scaling_at(site.rope, length)) == 1
             and _same_queries(method.tempered(site.rope), trained)
@@ -277,11 +298,22 @@ def _same_queries(temperature: Temperature | None, trained: int) -> bool:
 def _check_model(recipe: Recipe, config: Any) -> None:
     """Build the model without weights, to find errors early."""
     model = _extend(recipe, _bare(recipe, config, meta=True), meta=True)
-    if recipe.chunked_loss:
+    if not recipe.chunked_loss:
+        return
+    ids = torch.zeros((1, 4), dtype=torch.long, device="meta")
+    try:
+        model(input_ids=ids, labels=ids)
+    except RopeExtError:
+        raise
+    except RuntimeError:
         # Some operators do not run on meta tensors; then errors show in the first training step.
-        with contextlib.suppress(RuntimeError):
-            ids = torch.zeros((1, 4), dtype=torch.long, device="meta")
-            model(input_ids=ids, labels=ids)
+        return
+    except Exception as error:  # of the model's code, such as a router that LoRA has wrapped
+        raise OptionError(
+            f"{recipe.model} cannot be trained so: its forward fails ({type(error).__name__}: "
+            f"{first_line(error)}); give --lora_target other layers, such as q_proj k_proj v_proj "
+            f"o_proj"
+        ) from error
 
 
 def _bare(recipe: Recipe, config: Any, meta: bool) -> Any:
@@ -301,7 +333,8 @@ def _bare(recipe: Recipe, config: Any, meta: bool) -> Any:
             ) from error
     if recipe.quantize:
         options["quantization_config"] = quantization(recipe)
-    return loader(recipe.model, config)(recipe.model, **options)
+    model = not_none(recipe.model)
+    return loader(model, config)(model, **options)
 
 
 def quantization(recipe: Recipe) -> BitsAndBytesConfig:
@@ -333,7 +366,7 @@ def collator_of(recipe: Recipe, args: TrainingArguments, plan: Plan) -> data.Col
     # Under context parallelism, Trainer splits only the inputs that it knows.
     weighted = recipe.chunked_loss and context_parallel_size(args.parallelism_config) == 1
     return data.Collator(
-        scheme(recipe, plan.target),
+        scheme(recipe, trained=plan.trained, target=plan.target),
         args.seed,
         retrieval=retrieval,
         weighted=weighted,
@@ -377,7 +410,7 @@ def _extend(recipe: Recipe, model: Any, meta: bool, rows: Any = ()) -> Any:
         rope_ext.patch(
             model,
             method,
-            sliding_layers=recipe.sliding_layers,
+            sliding_layers=cast(SlidingLayers, recipe.sliding_layers),  # others are refused there
             layers=recipe.layers,
             compose=recipe.compose,
             original_max_position_embeddings=recipe.original_max_position_embeddings,
@@ -386,8 +419,10 @@ def _extend(recipe: Recipe, model: Any, meta: bool, rows: Any = ()) -> Any:
         if recipe.init == "model":
             text = [row["input_ids"][:trained] for row in itertools.islice(rows, FITTED_ROWS)]
             rope_ext.fit(model, torch.tensor(text))
+    # After the patch, since PEFT copies what the encoding learns, and a fit precedes adapters.
     whole = with_lora(model, recipe) if recipe.lora_r else model
     if recipe.chunked_loss:
+        # Last: LoRA may wrap the output layer, whose forward this replaces.
         ChunkedLoss(model)
     return whole
 
@@ -408,29 +443,25 @@ def with_lora(model: Any, recipe: Recipe) -> Any:
     options = lora_options(recipe)
     if next(model.parameters()).is_meta:  # no weights to take initial values from
         options["init_lora_weights"] = True
+    targets = _targets(recipe)
     settings = peft.LoraConfig(
         task_type="CAUSAL_LM",
         r=recipe.lora_r,
         lora_alpha=recipe.lora_alpha,
         lora_dropout=recipe.lora_dropout,
-        target_modules=_targets(recipe),
+        target_modules=targets,
         modules_to_save=[*extra, *encoding] or None,
         ensure_weight_tying=bool(extra and tied),
         **options,
     )
     try:
-        if isinstance(_targets(recipe), list):
-            _require_layers(model, settings.target_modules)
+        if isinstance(targets, list):
+            _require_layers(model, targets)
         whole = peft.get_peft_model(model, settings)
     except ValueError as error:
-        linear = {
-            name.rsplit(".", 1)[-1]
-            for name, module in model.named_modules()
-            if hasattr(module, "in_features")
-        }
         raise OptionError(
             f"cannot add LoRA to this model ({first_line(error)}); give --lora_target some of "
-            f"{', '.join(sorted(linear))}"
+            f"{', '.join(_linear_layers(model))}"
         ) from error
     for parameter in whole.parameters():
         if parameter.requires_grad:
@@ -438,6 +469,7 @@ def with_lora(model: Any, recipe: Recipe) -> Any:
     if extra and recipe.dtype == "bfloat16":
         whole.get_input_embeddings().register_forward_hook(_in_bfloat16)
     if extra and tied:
+        # PEFT has renamed the parameters, and saving drops copies of tied ones by name.
         model._tied_weights_keys = _shared(model)
     return whole
 
@@ -448,6 +480,12 @@ def _require_layers(model: Any, targets: Iterable[str]) -> None:
     for target in targets:
         if not any(name.endswith(f".{target}") for name in names):
             raise ValueError(f"it has no layer {target}")
+
+
+def _linear_layers(model: Any) -> list[str]:
+    """The last parts of the names of linear layers, quantized ones included."""
+    linear = [name for name, module in model.named_modules() if hasattr(module, "in_features")]
+    return sorted({name.rsplit(".", 1)[-1] for name in linear})
 
 
 def _targets(recipe: Recipe) -> list[str] | str:
@@ -491,7 +529,7 @@ class LongTrainer(Trainer):
     without changing the random state of training, and saves the state of streams in checkpoints.
     """
 
-    def __init__(self, recipe: Recipe, *args: Any, plan: Plan | None = None, **kwargs: Any) -> None:
+    def __init__(self, recipe: Recipe, *args: Any, plan: Plan, **kwargs: Any) -> None:
         self.recipe = recipe
         self.plan = plan
         super().__init__(*args, **kwargs)
@@ -521,9 +559,10 @@ class LongTrainer(Trainer):
     def _create_optimizer(self, model: Any) -> torch.optim.Optimizer:
         if self.recipe.loraplus_ratio is None:
             return super().create_optimizer(model)
-        cls, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
+        whole = cast(PreTrainedModel, self.model)
+        cls, options = self.get_optimizer_cls_and_kwargs(self.args, whole)
         self.optimizer = create_loraplus_optimizer(
-            self.model if model is None else model,
+            cast(peft.PeftModel, whole if model is None else model),  # LoRA+ needs LoRA
             cls,
             loraplus_lr_ratio=self.recipe.loraplus_ratio,
             loraplus_weight_decay=self.args.weight_decay,
@@ -543,7 +582,7 @@ class LongTrainer(Trainer):
             return batches, count
         sums = torch.stack([label_sums(batch) for batch in batches]).sum(0).to(device)
         if self.args.average_tokens_across_devices and self.args.world_size > 1:
-            sums = self.accelerator.gather(sums[None]).sum(0)
+            sums = cast(torch.Tensor, self.accelerator.gather(sums[None])).sum(0)
         weights, labels = sums
         # Trainer has divided its count by the devices that share a row.
         return batches, count * (weights / labels)
@@ -572,25 +611,26 @@ class LongTrainer(Trainer):
         )
         if not (self.recipe.restoration and model.training):
             return result
-        loss = result[0] if return_outputs else result
-        short = inputs["input_ids"][:, : int(self.plan.target / self.recipe.factor)]
+        loss = result[0] if isinstance(result, tuple) else result
+        short = inputs["input_ids"][:, : self.plan.trained]
         more = self.recipe.restoration * restoration_loss(model, self.model, short)
         if self.model_accepts_loss_kwargs and num_items_in_batch is not None:
             # Trainer expects the share of this batch in the loss of all accumulated rows.
             more = more / self.current_gradient_accumulation_steps
         loss = loss + more.to(loss)
-        return (loss, result[1]) if return_outputs else loss
+        return (loss, result[1]) if isinstance(result, tuple) else loss
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         # Training goes on with the random numbers that it would have without an evaluation.
         with evaluation.preserve_rng_state():
             metrics = super().evaluate(*args, **kwargs)
         if self.is_world_process_zero():
-            folder = Path(self.args.output_dir)
+            folder = output_of(self.args)
             recipe = self.recipe
+            name = Path(not_none(recipe.model)).name
             evaluation.report(
                 self.state.log_history,
-                title=f"{Path(recipe.model).name}, {recipe.method}, factor {recipe.factor:g}",
+                title=f"{name}, {recipe.method}, factor {recipe.factor:g}",
                 training=training_loss(recipe),
                 length=self.plan.eval_length,
                 passkeys=len(self.plan.passkeys),
@@ -604,8 +644,8 @@ class LongTrainer(Trainer):
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         if self.plan.passkeys:
             with self.compute_loss_context_manager():
-                share = evaluation.found(self.model, self.plan.passkeys)
-            output.metrics[f"{metric_key_prefix}_passkey"] = share
+                share = evaluation.found(not_none(self.model), self.plan.passkeys)
+            not_none(output.metrics)[f"{metric_key_prefix}_passkey"] = share
         return output
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -614,14 +654,17 @@ class LongTrainer(Trainer):
         Raises:
             DivergedError: a trained weight is NaN or infinite. Earlier checkpoints stay.
         """
-        folder = Path(output_dir or self.args.output_dir)
-        if not all(_finite(p) for p in self.model.parameters() if p.requires_grad):
+        folder = Path(output_dir) if output_dir else output_of(self.args)
+        model = not_none(self.model)
+        if not all(_finite(p) for p in model.parameters() if p.requires_grad):
             self._diverged("trained weights are not finite")
         if self.args.should_save:  # this file marks a complete checkpoint
             (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)
         super().save_model(output_dir, _internal_call)
+        # PEFT saves weights and its own settings; without this file, the patch would be lost.
         if self.recipe.lora_r and self.recipe.method != NONE and self.args.should_save:
-            rope_ext.save_sidecar(self.model, folder)
+            rope_ext.save_sidecar(model, folder)
+        # Only checkpoints are resumed from; the final model is saved by a call of our own.
         if _internal_call and isinstance(self.train_dataset, Stream) and self.args.should_save:
             done = self.state.global_step * self.get_total_train_batch_size(self.args)
             state = self.train_dataset.state(done)
@@ -666,20 +709,21 @@ def set_temperature_rate(model: Any, optimizer: torch.optim.Optimizer, recipe: R
 
 def _finite(parameter: torch.Tensor) -> bool:
     """Whether all values are finite; for a sharded parameter, those of this process."""
-    local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+    shard = getattr(parameter, "to_local", None)
+    local = parameter if shard is None else shard()
     local = getattr(local, "ds_tensor", local)  # under ZeRO-3
     return bool(torch.isfinite(local).all())
 
 
-def scheme(recipe: Recipe, target: int) -> Any:
-    """The scheme of positions; None for consecutive positions."""
+def scheme(recipe: Recipe, trained: int, target: int) -> Any:
+    """The scheme of positions between two lengths in tokens; None for consecutive positions."""
     name = scheme_of(recipe)
     if name == "pose":
         return positions.PoSE(target, recipe.pose_chunks or 2)
     if name == "pose_released":
-        return positions.ReleasedPoSE(target, recipe.length)
+        return positions.ReleasedPoSE(target, length_of(recipe))
     if name == "mixed_windows":
-        return positions.MixedWindows(int(target / recipe.factor), recipe.short_share)
+        return positions.MixedWindows(trained, recipe.short_share)
     found: dict[str, Any] = {
         "random": positions.Scattered,
         "random_floats": positions.RandomFloats,
@@ -710,15 +754,16 @@ def read(recipe: Recipe, args: TrainingArguments, plan: Plan) -> Data:
         DataError: data cannot be read, or does not fill a row.
     """
     tokenizer = plan.tokenizer
+    length = length_of(recipe)
     given = parts(recipe)
     times = positions.DOCUMENT if recipe.positions == "pose_released" else 1
     packs = [
         data.packer(
             part.rows,
             tokenizer,
-            recipe.length,
+            length,
             masking=recipe.document_masking,
-            most=recipe.length * times,
+            most=length * times,
             chat=part.format == CHAT,
         )
         for part in given
@@ -744,6 +789,7 @@ def read(recipe: Recipe, args: TrainingArguments, plan: Plan) -> Data:
         if recipe.eval_dataset is not None:
             name = recipe.eval_dataset
             split = recipe.eval_split
+            # Streamed: a few rows do not need the whole dataset on disk.
             held_out = data.documents(
                 name, split=split, column=recipe.text_column, streaming=True, strict=strict
             )
@@ -755,6 +801,7 @@ def read(recipe: Recipe, args: TrainingArguments, plan: Plan) -> Data:
             minimum=recipe.minimum_document,
         )
         if recipe.eval_dataset is None:
+            # What is evaluated on must not be trained on.
             texts = [texts[0].skip(taken)]
     minima = [part.minimum_document for part in given]
     if not recipe.datasets:
@@ -788,7 +835,8 @@ def tell_contents(recipe: Recipe, args: TrainingArguments, found: Data) -> None:
     for part, contents in zip(parts(recipe), found.contents, strict=True):
         files = str(data.files_of(part.dataset) or "")
         share = f" ({part.weight:g} of the rows)" if recipe.datasets else ""
-        for line in contents.lines(part.dataset + share, files, recipe.length, needed):
+        name = part.dataset + share
+        for line in contents.lines(name, files, row=length_of(recipe), needed=needed):
             tell(line)
 
 
@@ -866,17 +914,18 @@ def run(recipe: Recipe, args: TrainingArguments, plan: Plan) -> None:
     checkpoint = finished(args)
     if checkpoint is not None:
         if args.should_save:
-            save_from(checkpoint, Path(args.output_dir))
+            save_from(checkpoint, output_of(args))
         show(f"{args.output_dir}: training is finished; it contains {checkpoint.name}'s model")
         tell_next(next_command(recipe, args, plan))
         return
+    # The others then find what datasets has cached.
     with args.main_process_first(desc="reading the data"):
         found = read(recipe, args, plan)
     tell_contents(recipe, args, found)
     check_data(args, [each.digest for each in found.contents])
     # The first process locks for all, next to the directory, which may be uploaded. Some clusters
     # have file systems without locks: continue there.
-    folder = Path(args.output_dir).resolve()
+    folder = output_of(args).resolve()
     alone = lock(folder.parent, folder.name, option="--output_dir", required=False)
     with alone if first_process() else contextlib.nullcontext():
         _train(recipe, args, plan, found=found)
@@ -885,6 +934,7 @@ def run(recipe: Recipe, args: TrainingArguments, plan: Plan) -> None:
 
 def _train(recipe: Recipe, args: TrainingArguments, plan: Plan, found: Data) -> None:
     """Train and save, resuming where ``args`` say."""
+    # Before the model is built: LoRA and encodings draw their initial values.
     set_seed(args.seed)
     rows = found.rows
     model = build(recipe, plan.config, rows=rows)
@@ -906,10 +956,12 @@ def _train(recipe: Recipe, args: TrainingArguments, plan: Plan, found: Data) -> 
         callbacks=[steps],
         plan=plan,
     )
-    steps.tokens = trainer.get_total_train_batch_size(args) * recipe.length
+    steps.tokens = trainer.get_total_train_batch_size(args) * length_of(recipe)
     if args.should_save:
+        # Before the first checkpoint, since whoever resumes from it is compared with them.
         write_settings(recipe, args, [each.digest for each in found.contents])
     if isinstance(rows, Stream):
+        # After the model is built, which may fit an encoding to the first rows of the stream.
         resume_stream(rows, args)
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.save_model()
@@ -917,8 +969,8 @@ def _train(recipe: Recipe, args: TrainingArguments, plan: Plan, found: Data) -> 
 
 def next_command(recipe: Recipe, args: Any, plan: Plan) -> list[object]:
     """The command that measures what training changed; without an adapter, the model alone."""
-    trained = int(plan.target / recipe.factor)
-    words = ["rope-ext", "eval", "perplexity", "passkey", "--lengths", f"{trained},{plan.target}"]
+    measured = f"{plan.trained},{plan.target}"
+    words = ["rope-ext", "eval", "perplexity", "passkey", "--lengths", measured]
     words += ["--output", unused(Path(args.output_dir) / "report")]
     text = recipe.eval_dataset
     if text not in (None, data.PYTHON_LIBRARY):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from peft.utils import ModulesToSaveWrapper
 from torch import nn
+from transformers import PreTrainedModel
 
 from recipes.data import IGNORED
 from rope_ext.errors import UnsupportedModelError
@@ -45,7 +46,7 @@ class ChunkedLoss:
         UnsupportedModelError: torch is too old, or the layer is not a plain linear layer.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         if not hasattr(nn.functional, "linear_cross_entropy"):
             raise UnsupportedModelError(
                 f"chunked_loss needs torch.nn.functional.linear_cross_entropy, which torch "
@@ -55,14 +56,14 @@ class ChunkedLoss:
         head = model.get_output_embeddings()
         if isinstance(head, ModulesToSaveWrapper):
             head = head.modules_to_save[head.active_adapters[0]]
+        # A subclass, such as a quantized layer, does not compute its output from ``weight`` alone.
         if type(head) is not nn.Linear:
             raise UnsupportedModelError(
                 f"chunked_loss needs a plain linear output layer, but {type(model).__name__} has "
                 f"{type(head).__name__}; give --chunked_loss false"
             )
-        self.labels: torch.Tensor | None = (
-            None  # shifted: each label is at the token that predicts it
-        )
+        # Shifted: each label is at the token that predicts it.
+        self.labels: torch.Tensor | None = None
         self.divisor: torch.Tensor | int | None = None  # sum of the weights of all labels of a step
         self.weights: torch.Tensor | None = None  # weight of each label in the loss
         self.returned: torch.Tensor | None = None  # set by the output layer: the loss and _MARK
@@ -96,13 +97,15 @@ class ChunkedLoss:
         if loss_weights is not None:
             self.weights = nn.functional.pad(loss_weights, (0, 1))[..., 1:]
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Forward of the output layer: the loss and a mark if there are labels, else logits."""
         if self.labels is None:
-            return self.logits(hidden)
+            return self.logits(input)
+        hidden = input
         weight = self.head.weight
         bias = self.head.bias
         device = hidden.device.type
+        # Autocast leaves this function alone, which then would compute in float32.
         if device != "meta" and torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
             hidden = hidden.to(dtype)
@@ -118,12 +121,15 @@ class ChunkedLoss:
             ignore_index=IGNORED,
             options=nn.LinearCrossEntropyOptions(),
         )
-        losses, scored = losses.float(), (labels != IGNORED).float()
+        losses = losses.float()
+        scored = (labels != IGNORED).float()
         if self.weights is not None:
             weights = self.weights.flatten().to(losses.device)
-            losses, scored = losses * weights, scored * weights
+            losses = losses * weights
+            scored = scored * weights
         # Trainer passes the number of labels in all accumulated rows, so that their losses add up.
         loss = losses.sum() / (scored.sum() if self.divisor is None else self.divisor)
+        # They were of this call: a head that is called by itself returns logits.
         self.labels = None
         # The mark shows whether the model changed what it takes for logits, such as by a soft cap.
         self.returned = torch.stack((loss, torch.full_like(loss, _MARK)))
@@ -138,7 +144,7 @@ class ChunkedLoss:
         returned = self.returned
         self.returned = None
         changed = logits is not returned and (logits.is_meta or bool(logits[1] != _MARK))
-        if changed:
+        if returned is None or changed:
             raise UnsupportedModelError(
                 "chunked_loss cannot be used here: this model scales or caps its logits after the "
                 "output layer; give --chunked_loss false (and --use_liger_kernel true, if that is "

@@ -46,6 +46,7 @@ from transformers import (
     AttentionMaskInterface,
     LlamaConfig,
     PreTrainedConfig,
+    PreTrainedModel,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -54,14 +55,15 @@ from recipes.checks import POSITIVE, at_least, out_of_range
 from recipes.restoration import OPTIONS, distance
 from recipes.settings import mask_bytes
 from recipes.shapes import config_of
-from rope_ext.advice.memory import Live, shown
+from rope_ext.advice.memory import Live, heads_of, shown
 from rope_ext.command.terminal import show, tell, tell_next
-from rope_ext.errors import Mistakes, OptionError, RopeExtError, is_path
+from rope_ext.errors import Mistakes, OptionError, RopeExtError, first_line, is_path
 from rope_ext.saving.checkpoints import trained_length
 
 BLOCK = 64  # 4-bit weights per quantization constant (QLoRA, arXiv 2305.14314, section 3)
 # Bytes of an optimizer state, with a scale for each block of states.
 _FULL = 4.0
+# 256 states share a scale in bitsandbytes and torchao, 128 in torchao's 4 bits.
 _BYTE = 1 + 4 / 256
 _HALF = 0.5 + 4 / 128
 _SMALL = 4096  # parameters with fewer values keep states in float32
@@ -137,7 +139,7 @@ class Need:
 
 
 def step_peaks(
-    model: nn.Module,
+    model: PreTrainedModel,
     rows: int,
     length: int,
     bf16: bool = False,
@@ -164,6 +166,7 @@ def step_peaks(
         model.get_input_embeddings().register_forward_hook(lambda *call: call[-1].requires_grad_())
     model.config.get_text_config()._attn_implementation_internal = _CAUSAL
     ids = torch.zeros(rows, length, dtype=torch.long, device=device)
+    # Counted are what the step adds to these, which are there before it.
     live = Live()
     gradients = (p.grad for p in model.parameters() if p.grad is not None)
     live.known((*model.parameters(), *model.buffers(), *gradients))
@@ -175,8 +178,10 @@ def step_peaks(
                 with torch.no_grad():
                     originals = model(input_ids=short, **OPTIONS).hidden_states
                 loss = loss + distance(model, short, originals)
+                # As in a run: restoration_loss has returned before the backward pass.
                 del originals
         forward = live.peak
+        # The backward pass begins with what the forward pass stored.
         live.peak = live.live
         loss.backward()
     return forward, live.peak
@@ -193,7 +198,9 @@ AttentionInterface.register(_CAUSAL, _causal)
 AttentionMaskInterface.register(_CAUSAL, lambda **arguments: None)
 
 
-def extrapolated(model: nn.Module, rows: int, length: int, bf16: bool, restored: int = 0) -> int:
+def extrapolated(
+    model: PreTrainedModel, rows: int, length: int, bf16: bool, restored: int = 0
+) -> int:
     """Peak activation memory of a training step of a model on the meta device, in bytes.
 
     Extrapolated from :func:`step_peaks` with two and three layers: all layers are alike, and at
@@ -222,60 +229,119 @@ def need(recipe: finetune.Recipe, args: Any, config: PreTrainedConfig) -> Need:
         config: configuration of the model.
 
     Raises:
-        OptionError: the length is missing.
+        OptionError: the length is missing, or the model does not run without weights.
     """
     if recipe.length is None:
         raise OptionError("--length is missing; give it in the recipe or on the command line")
     model = finetune.build(recipe, config, meta=True)
     trained = [p for p in model.parameters() if p.requires_grad]
     packed = _packed(model) if recipe.quantize else []
-    values = sum(p.numel() for p in packed)
-    if recipe.quantize_bits == 8:
-        constants = sum(4 * p.shape[0] for p in packed)  # a scale for each row
-    else:
-        constants = values * (1 / BLOCK + 4 / (BLOCK * OF_CONSTANTS))
-    weights = _bytes(model.parameters()) - _bytes(packed)
-    weights += values * recipe.quantize_bits / 8 + constants
+    bits = recipe.quantize_bits
+    constants = _constants(packed, bits)
     states = optimizer_bytes(args.optim.value, trained)
-    missing = [] if states is not None else [f"the states of --optim {args.optim.value}"]
-    if packed and recipe.quantize_bits == 8:
+    missing = []
+    if states is None:
+        missing.append(f"the states of --optim {args.optim.value}")
+    if packed and bits == 8:
         missing.append("what 8-bit products store beyond 16-bit ones")
-    whole = max((p.nbytes for p in packed), default=0)
-    text = config.get_text_config()
-    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    rows = args.per_device_train_batch_size
-    width = 2 if args.bf16 else 4
-
-    def step(length: int, sharded: bool) -> float:
-        skeleton = finetune.build(recipe, config, meta=True)
-        if sharded and args.bf16:  # FSDP2 and ZeRO-3 compute with bfloat16 weights
-            skeleton.bfloat16()
-        if args.gradient_checkpointing:
-            skeleton.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
-        own = recipe.original_max_position_embeddings or trained_length(config)
-        restored = min(own, length) if recipe.restoration else 0
-        peak = extrapolated(
-            skeleton, rows=rows, length=length, bf16=args.bf16 and not sharded, restored=restored
-        )
-        copies = 1 if args.gradient_checkpointing else len(_layers(model))
-        return peak + whole + mask_bytes(recipe, args, length) * (1 + width * copies)
-
+    step = functools.partial(
+        _step,
+        recipe=recipe,
+        args=args,
+        config=config,
+        dequantized=max((p.nbytes for p in packed), default=0),
+    )
+    width = _width(args)
     return Need(
         parameters=sum(p.numel() for p in model.parameters()),
         trained=sum(p.numel() for p in trained),
         alone=Memory(
-            weights=weights,
+            weights=_bytes(model.parameters()) - _bytes(packed) + _codes(packed, bits) + constants,
             gradients=_bytes(trained),
             optimizer=states or 0,
-            activations=step(recipe.length, False),
+            activations=step(recipe.length, sharded=False),
         ),
         constants=constants,
-        gathered=_gathered(model, packed, width, packed_width=recipe.quantize_bits / 8),
-        keys=2 * rows * recipe.length * text.num_key_value_heads * head * width,
+        gathered=_gathered(model, packed, width, packed_width=bits / 8),
+        keys=_keys(config, args.per_device_train_batch_size * recipe.length) * width,
         step=functools.partial(step, sharded=True),
         length=recipe.length,
         missing=tuple(missing),
     )
+
+
+def _width(args: Any) -> int:
+    """Bytes of a value in the compute dtype."""
+    return 2 if args.bf16 else 4
+
+
+def _codes(packed: Sequence[torch.Tensor], bits: int) -> float:
+    """Bytes of quantized weights, without their constants."""
+    return sum(p.numel() for p in packed) * bits / 8
+
+
+def _constants(packed: Sequence[torch.Tensor], bits: int) -> float:
+    """Bytes of the constants of quantized weights."""
+    if bits == 8:
+        return sum(4 * p.shape[0] for p in packed)  # a scale for each row
+    # A byte for each block, and a float32 for each block of these bytes: double quantization.
+    return sum(p.numel() for p in packed) * (1 / BLOCK + 4 / (BLOCK * OF_CONSTANTS))
+
+
+def _keys(config: PreTrainedConfig, tokens: int) -> int:
+    """Number of values in the keys and values of one layer."""
+    _, heads, columns = heads_of(config)
+    return 2 * tokens * heads * columns
+
+
+def _step(
+    length: int,
+    *,
+    sharded: bool,
+    recipe: finetune.Recipe,
+    args: Any,
+    config: PreTrainedConfig,
+    dequantized: int,
+) -> float:
+    """Peak memory of the activations of a training step, in bytes.
+
+    Args:
+        length: tokens of each row on this device.
+        sharded: whether the weights are sharded, by FSDP2 or ZeRO-3.
+        recipe: a recipe from :func:`recipes.settings.parse`.
+        args: its TrainingArguments.
+        config: configuration of the model.
+        dequantized: bytes of the largest quantized matrix, when it computes.
+    """
+    skeleton = finetune.build(recipe, config, meta=True)
+    if sharded and args.bf16:  # FSDP2 and ZeRO-3 compute with bfloat16 weights
+        skeleton.bfloat16()
+    if args.gradient_checkpointing:
+        skeleton.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
+    # Without checkpointing, every layer stores its cast of the mask for the backward pass. Counted
+    # here, since ``extrapolated`` takes layers away.
+    copies = 1 if args.gradient_checkpointing else len(_layers(skeleton))
+    own = recipe.original_max_position_embeddings or trained_length(config)
+    restored = min(own, length) if recipe.restoration else 0
+    try:
+        peak = extrapolated(
+            skeleton,
+            rows=args.per_device_train_batch_size,
+            length=length,
+            bf16=args.bf16 and not sharded,
+            restored=restored,
+        )
+    except RopeExtError:
+        raise
+    except Exception as error:  # of the model's code, which may need real tensors
+        raise OptionError(
+            f"the memory of {recipe.model or 'this shape'} cannot be estimated, since its training "
+            f"step fails without weights ({type(error).__name__}: {first_line(error)}); train some "
+            f"steps with recipes/finetune.py --max_steps 3 and watch the device, or give another "
+            f"--dtype and --bf16"
+        ) from error
+    mask = mask_bytes(recipe, args, length) * (1 + _width(args) * copies)
+    return peak + dequantized + mask
 
 
 def optimizer_bytes(optim: str, trained: Sequence[nn.Parameter]) -> float | None:
@@ -294,18 +360,19 @@ def _bytes(parameters: Any) -> int:
     return sum(p.nbytes for p in parameters)
 
 
-def _packed(model: nn.Module) -> list[nn.Parameter]:
+def _packed(model: PreTrainedModel) -> list[torch.Tensor]:
     """Weights that bitsandbytes quantizes: all linear layers except the output layer."""
     head = model.get_output_embeddings()
     return [
         module.weight
         for module in model.modules()
+        # Matrices of LoRA are linear layers as well, and are trained: they are not quantized.
         if isinstance(module, nn.Linear) and module is not head and not module.weight.requires_grad
     ]
 
 
 def _gathered(
-    model: nn.Module, packed: list[nn.Parameter], width: int, packed_width: float
+    model: PreTrainedModel, packed: Sequence[torch.Tensor], width: int, packed_width: float
 ) -> float:
     """Bytes of two layers, the output layer, and the largest gradient, also in float32."""
     halves = {id(p) for p in packed}
@@ -319,6 +386,7 @@ def _gathered(
 
     layers = _layers(model)
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+    # FSDP2 gathers the next layer while one computes, hence two.
     largest = max(size(layer, trained=False) for layer in layers)
     gradient = max(size(module, trained=True) for module in (*layers, *ends))
     return 2 * largest + size(ends[1], trained=False) + gradient * (1 + 4 / width)
@@ -400,7 +468,7 @@ def _words(path: str, *more: str) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("recipe", help="YAML recipe of recipes/finetune.py")
     parser.add_argument(
         "--devices", type=int, default=1, help="number of devices that share the model"
@@ -418,9 +486,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             with mistakes.collected():
                 config = config_from_shape(options.shape)
         recipe, args = settings.read_settings(_words(options.recipe, *more), mistakes)
+        if recipe.model is None and options.shape is None:
+            mistakes.add("--model is missing; give it in the recipe or here, or give --shape")
         mistakes.report()
-        config = config_of(recipe.model) if config is None else config
-        found = need(recipe, args, config)
+        found = need(recipe, args, config or config_of(str(recipe.model)))
     except RopeExtError as error:
         parser.exit(2, f"{error}\n")
     show(

@@ -49,8 +49,10 @@ def load(adapter: Path) -> Any:
             base = str(_base(adapter))
             model = load_model(base, "float32", "cpu", adapter=str(adapter), as_saved=True)
             text = text_of(model.config)
+            # As in training; without a patch, only this says how long the context is.
             text.max_position_embeddings = lengths(recipe, model)[1]
             return model
+    # Added in float32 and rounded once, after the comparison.
     return rope_ext.from_pretrained(adapter, dtype=torch.float32)
 
 
@@ -134,6 +136,7 @@ def merge(adapter: Path, output: Path, dtype: str) -> str:
     tell(f"loading {adapter}")
     model = load(adapter)
     tell(f"merging, and comparing the logits of {COMPARED} tokens before and after")
+    # Beyond the trained length, where a patch that was lost would show.
     length = rope_ext.describe(model).length + COMPARED
     trained = logits(model, length)
     model = model.merge_and_unload()
@@ -162,7 +165,7 @@ def merge(adapter: Path, output: Path, dtype: str) -> str:
 
 def parser() -> argparse.ArgumentParser:
     """The options of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     add = parser.add_argument
     add("adapter", type=Path, help="output directory of a run, or a checkpoint in it")
     add("--output", type=Path, required=True, help="output directory; must not exist")

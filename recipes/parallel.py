@@ -25,6 +25,7 @@ from torch import distributed
 import rope_ext
 from rope_ext import OptionError
 from rope_ext.config.settings import all_settings
+from rope_ext.methods.checked import not_none
 
 if TYPE_CHECKING:
     from accelerate import ParallelismConfig
@@ -56,7 +57,7 @@ def _sizes(given: ParallelismConfig | None) -> tuple[int, int]:
         from accelerate import ParallelismConfig
 
         given = ParallelismConfig()
-    return given.cp_size, getattr(given, "sp_size", 1)
+    return given.cp_size or 1, getattr(given, "sp_size", 1)
 
 
 def check_processes(known: int) -> None:
@@ -82,7 +83,7 @@ def warn_of_launch(args: TrainingArguments) -> None:
 
     On CPUs it replaces FSDP and DeepSpeed by plain data parallelism without a message.
     """
-    on_cpu = args.distributed_state.distributed_type in (
+    on_cpu = not_none(args.distributed_state).distributed_type in (
         DistributedType.MULTI_CPU,
         DistributedType.NO,
     )
@@ -174,7 +175,7 @@ def check_parallelism(
             f"which differs between ranks; pass {fixed}, choose a fixed method such as 'yarn', or "
             f"{whole}"
         )
-    if getattr(method, "start_tokens", 0):
+    if method is not None and getattr(method, "start_tokens", 0):
         raise OptionError(
             f"method={method.name!r} with start_tokens={method.start_tokens} does not support "
             f"{where}: only the first rank sees the start of a sequence; leave start_tokens out, "

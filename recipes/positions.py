@@ -53,6 +53,7 @@ class PoSE:
             len(ids), target=self.target, chunks=self.chunks, rng=rng
         )
         positions = torch.arange(len(ids))
+        # Not strict: the first chunk has an offset, 0, and no gap before it.
         for start, before, offset in zip(starts[1:], offsets, offsets[1:], strict=False):
             positions[start:] += offset - before
         return ids, positions

@@ -115,10 +115,12 @@ class RetrievalRows:
     def _question(self, wording: str, name: str, value: str) -> tuple[list[int], list[bool]]:
         """Tokens of a question with its answer, and which of them spell the answer."""
         ids = self._line(wording, name, value)
+        # Split at a character that occurs in no wording.
         before, after = ("\n" + wording + "\n").format(name=name, value="\0").split("\0")
         head = encode(self.tokenizer, before)
         tail = encode(self.tokenizer, after)[::-1]
         # A token with letters of both belongs to the answer.
+        # Lengths of the common beginning and end.
         first = sum(accumulate(map(eq, ids, head), and_))
         last = sum(accumulate(map(eq, ids[::-1], tail), and_))
         return ids, [first <= i < len(ids) - last for i in range(len(ids))]

@@ -20,6 +20,7 @@ import yaml
 from peft import LoraConfig
 from safetensors import SafetensorError, safe_open
 from transformers import HfArgumentParser, TrainingArguments
+from transformers.hf_argparser import DataClassType
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.trainer import TRAINER_STATE_NAME
 
@@ -41,6 +42,7 @@ from rope_ext.config.record import method_to_json
 from rope_ext.encodings import Encoding, InputEncoding
 from rope_ext.errors import Mistakes, OptionError, first_line, nearest
 from rope_ext.methods import FrequencyMethod, build_method, method_class
+from rope_ext.methods.checked import not_none
 from rope_ext.methods.rope import factor_to
 from rope_ext.methods.temperature import SSMax
 from rope_ext.saving.checkpoints import trained_length
@@ -65,6 +67,7 @@ LONG_ROWS = ("consecutive", "mixed_windows")
 _LONGEST_ROW = 8192
 """Tokens of a row if only ``target_length`` is given: PoSE needs no more."""
 _MOST_BYTES = 2**20  # of a recipe
+# A byte per pair of tokens: torch's masks are bool.
 _LARGEST_MASK = 2**30  # bytes; the mask of a row of 32768 tokens
 SETTINGS = "recipe.json"
 DIGESTS = "data_digests"
@@ -252,9 +255,12 @@ def read_settings(argv: Sequence[str], mistakes: Mistakes) -> tuple[Recipe, Any]
     Raises:
         OptionError: the file cannot be read, or a value has the wrong type.
     """
-    parser = _Parser((Recipe, TrainingArguments), allow_abbrev=False)
+    kinds = [DataClassType(kind) for kind in (Recipe, TrainingArguments)]
+    parser = _Parser(kinds, allow_abbrev=False)
     parser.add_argument("--config", help="YAML file with any of these settings.")
     names = {action.dest for action in parser._actions} - {"help", "config"}
+    # A first pass for --config alone; the second one reads its words before those of the command
+    # line, which therefore win.
     known, _ = parser.parse_known_args(argv)
     words = [] if known.config is None else _words(known.config, names, mistakes)
     found, unknown = parser.parse_known_args([*words, *argv])
@@ -267,6 +273,7 @@ def read_settings(argv: Sequence[str], mistakes: Mistakes) -> tuple[Recipe, Any]
         {word[2:].partition("=")[0] for word in given if word.startswith("--")}
         for given in (words, argv)
     )
+    # A target on the command line replaces the factor of the file, and does not contradict it.
     file -= {"factor"} if "target_length" in line else set()
     mistakes.check(derive, values, file | line)
     recipe = Recipe(**{option.name: values[option.name] for option in fields(Recipe)})
@@ -352,7 +359,9 @@ def _training_arguments(values: Mapping[str, Any], mistakes: Mistakes) -> Any:
     given = {name: values[name] for name in options}
     supported = dict(given)
     mistakes.add_all(unsupported(supported))
-    for name in out_of_range(given):  # already recorded; they would hide other errors
+    # TrainingArguments stops at its first error, so mistakes that are already recorded are not
+    # passed on.
+    for name in out_of_range(given):
         supported[name] = options[name].default
     plain = argparse.Namespace(**given, world_size=int(os.environ.get("WORLD_SIZE", "1")))
     try:
@@ -407,7 +416,8 @@ def _words(file: str, names: set[str], mistakes: Mistakes) -> list[str]:
             mistakes.add(f"{file}: unknown setting {name!r}{near}")
             continue
         many = value if isinstance(value, list) else [value]
-        many = ["no" if v is False and name.endswith("_strategy") else v for v in many]  # in YAML
+        # YAML reads an unquoted `no` as false.
+        many = ["no" if v is False and name.endswith("_strategy") else v for v in many]
         shown = [json.dumps(v) if isinstance(v, dict) else str(v) for v in many]
         words += [] if value is None else [f"--{name}", *shown]
     return words
@@ -710,7 +720,7 @@ def _of_reading(recipe: Recipe, args: Any) -> Iterator[str]:
 def _of_positions(recipe: Recipe) -> Iterator[str]:
     """Errors about options of PoSE and of mixed windows."""
     scheme = scheme_of(recipe)
-    if recipe.pose_chunks and not 2 <= recipe.pose_chunks <= recipe.length:
+    if recipe.pose_chunks and not 2 <= recipe.pose_chunks <= length_of(recipe):
         yield (
             f"--pose_chunks {recipe.pose_chunks} is not valid; give 0 (no PoSE), or from 2 to "
             f"--length {recipe.length}"
@@ -788,7 +798,7 @@ def _of_chat(recipe: Recipe, args: Any) -> Iterator[str]:
 def _of_masking(recipe: Recipe, args: Any) -> Iterator[str]:
     """Errors about packed documents that would attend to each other, or whose mask is too large."""
     rows = args.per_device_train_batch_size
-    size = mask_bytes(recipe, args, recipe.length)
+    size = mask_bytes(recipe, args, length_of(recipe))
     asked = "--document_masking" if recipe.document_masking else "--positions mixed_windows"
     if size > _LARGEST_MASK:
         yield (
@@ -835,6 +845,16 @@ def _not_among(name: str, value: str, choices: Sequence[str]) -> Iterator[str]:
     if value not in choices:
         near = nearest(value, set(choices)) or ";"
         yield f"--{name} {value!r} is not valid{near} give one of {', '.join(choices)}"
+
+
+def length_of(recipe: Recipe) -> int:
+    """Tokens of a row, of a recipe in which :func:`check_together` found nothing missing."""
+    return not_none(recipe.length)
+
+
+def output_of(args: TrainingArguments) -> Path:
+    """The output directory; without one, TrainingArguments has chosen a name."""
+    return Path(not_none(args.output_dir))
 
 
 def scheme_of(recipe: Recipe) -> str:
@@ -901,6 +921,25 @@ def parts(recipe: Recipe) -> list[Part]:
 
 def _part(text: str, recipe: Recipe) -> Part:
     """Read one dataset of --datasets; raises OptionError, naming what is wrong."""
+    given = _entry(text)
+    chat = given.get("format", recipe.format) == CHAT
+    part = Part(
+        **{
+            "column": recipe.text_column,
+            "rows": rows_of(recipe),
+            "format": recipe.format,
+            # Short conversations are used, unless this dataset says otherwise.
+            "minimum_document": 0 if chat else recipe.minimum_document,
+            **given,
+        }
+    )
+    for fault in _of_part(part):
+        raise OptionError(f"--datasets {text}: {fault}")
+    return part
+
+
+def _entry(text: str) -> dict[str, Any]:
+    """The names and values of one entry of --datasets; raises OptionError for unknown names."""
     try:
         given = read_json(text)
         if not isinstance(given, dict):
@@ -915,38 +954,29 @@ def _part(text: str, recipe: Recipe) -> Part:
         if name not in names:
             near = nearest(str(name), names) or f"; it must be one of {', '.join(sorted(names))}"
             raise OptionError(f"--datasets {text}: unknown name {name!r}{near}")
+    # The default weight is that of a recipe with a single dataset.
     for name in ("dataset", "weight"):
         if name not in given:
             raise OptionError(f"--datasets {text}: {name} is missing; give it")
-    chat = given.get("format", recipe.format) == CHAT
-    part = Part(
-        **{
-            "column": recipe.text_column,
-            "rows": rows_of(recipe),
-            "format": recipe.format,
-            # Short conversations are used, unless this dataset says otherwise.
-            "minimum_document": 0 if chat else recipe.minimum_document,
-            **given,
-        }
-    )
+    return given
+
+
+def _of_part(part: Part) -> Iterator[str]:
+    """What is wrong with the values of one dataset; types first, on which the others rely."""
     for name, kinds in _OF_PART.items():
         value = getattr(part, name)
         if not isinstance(value, kinds) or isinstance(value, bool):
-            raise OptionError(f"--datasets {text}: {name} {value!r} is not valid")
+            yield f"{name} {value!r} is not valid"
+            return
     for name, choices in (("rows", ROWS), ("format", FORMATS)):
         for message in _not_among(name, getattr(part, name), choices):
-            raise OptionError(f"--datasets {text}: {message.removeprefix('--')}")
+            yield message.removeprefix("--")
     if part.minimum_document < 0:
-        raise OptionError(
-            f"--datasets {text}: minimum_document {part.minimum_document} is not valid; it must be "
-            f"0 or more"
-        )
+        yield f"minimum_document {part.minimum_document} is not valid; it must be 0 or more"
     if not 0 < part.weight <= 1:  # also catches NaN
-        raise OptionError(
-            f"--datasets {text}: weight {part.weight:g} is not valid; it is a share of the rows, "
-            f"above 0 and at most 1"
+        yield (
+            f"weight {part.weight:g} is not valid; it is a share of the rows, above 0 and at most 1"
         )
-    return part
 
 
 _OF_PART: dict[str, Any] = {
@@ -972,12 +1002,13 @@ def mask_bytes(recipe: Recipe, args: TrainingArguments, length: int) -> int:
 def decisive(recipe: Recipe, args: TrainingArguments) -> dict[str, Any]:
     """All settings that affect the results of a run, as JSON."""
     values = {name: getattr(args, name) for name in _DECISIVE}
+    # As a file returns it, with lists for tuples, so that the two can be compared.
     return json.loads(json.dumps({**asdict(recipe), **values}, default=str))
 
 
 def check_output(recipe: Recipe, args: TrainingArguments) -> None:
     """Determine where to resume; raise OptionError if the directory belongs to another run."""
-    folder = Path(args.output_dir)
+    folder = output_of(args)
     _require_writable(folder)
     _refuse_links(folder)
     last = _last_checkpoint(folder, args)
@@ -1043,6 +1074,7 @@ def _refuse_other_settings(recipe: Recipe, args: TrainingArguments) -> None:
 
 def _refuse_links(folder: Path) -> None:
     """Raise OptionError for a link or pipe in a run's directory, which may come from elsewhere."""
+    # Trainer opens files by name and follows links, to wherever the sender of the directory wants.
     for path in (*folder.glob("*"), *folder.glob("checkpoint-*/*")):
         written = not path.is_dir() or path.name.startswith("checkpoint-")
         if written and (path.is_symlink() or not (path.is_file() or path.is_dir())):
@@ -1087,7 +1119,8 @@ def check_data(args: TrainingArguments, digests: list[str]) -> None:
 
 def _settings_before(args: TrainingArguments) -> Iterator[tuple[Path, dict[str, Any]]]:
     """The directories of the run to resume, with their settings."""
-    yield from _settings_of({Path(args.output_dir), Path(args.resume_from_checkpoint).parent})
+    checkpoint = Path(not_none(args.resume_from_checkpoint))
+    yield from _settings_of({output_of(args), checkpoint.parent})
 
 
 def _settings_of(runs: set[Path]) -> Iterator[tuple[Path, dict[str, Any]]]:
@@ -1106,7 +1139,7 @@ def _settings_of(runs: set[Path]) -> Iterator[tuple[Path, dict[str, Any]]]:
 
 def write_settings(recipe: Recipe, args: TrainingArguments, digests: list[str]) -> None:
     """Save the settings that a resumed run is compared with, and hashes of its data, atomically."""
-    folder = Path(args.output_dir)
+    folder = output_of(args)
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(decisive(recipe, args) | {DIGESTS: digests}, indent=1) + "\n"
     with draft_of(folder / SETTINGS) as unfinished:
@@ -1121,13 +1154,14 @@ def finished(args: TrainingArguments) -> Path | None:
     state = _state(checkpoint) or {}
     steps = args.max_steps if args.max_steps > 0 else state.get("max_steps", 0)
     best = args.load_best_model_at_end and state.get("best_model_checkpoint")
+    # By its name: the state has the path as it was, and the run may have been moved.
     result = checkpoint.parent / Path(best).name if best else checkpoint
     return result if 0 < steps <= state.get("global_step", 0) else None
 
 
 def how_to_resume(args: TrainingArguments) -> str:
     """How to continue a run that was stopped."""
-    last = _last_checkpoint(Path(args.output_dir), args)
+    last = _last_checkpoint(output_of(args), args)
     if last is None:
         return "there is no checkpoint yet; run the same command to start again"
     return f"run the same command with --resume_from_checkpoint true to continue from {last.name}"
@@ -1140,6 +1174,7 @@ def save_from(checkpoint: Path, folder: Path) -> None:
         there = folder / file.name
         if not file.is_file() or file.name.startswith(_RESUME_FILES):
             continue
+        # A finished run may be called again, and leaves its files as they are.
         if there.exists() and filecmp.cmp(file, there, shallow=False):
             continue
         with draft_of(there) as unfinished:

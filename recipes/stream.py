@@ -46,9 +46,11 @@ class Packer(Protocol):
     @property
     def shortest(self) -> int:
         """Length in tokens of the shortest document that is not dropped."""
+        ...
 
     def rows(self, tokens: int) -> float:
         """Mean number of rows from a document with this many tokens."""
+        ...
 
     def __call__(self, batch: Documents) -> dict[str, Any]: ...
 
@@ -79,8 +81,10 @@ class Source:
         Args:
             at: a start yielded by an earlier iteration; None: the beginning.
         """
-        turn, number = (at["turn"], at["number"]) if at else (0, 0)
-        place = at["place"] if at else None
+        at = at or {"turn": 0, "number": 0, "place": None}
+        turn = at["turn"]
+        number = at["number"]
+        place = at["place"]
         while True:
             documents = self._shuffled(turn)
             before = number
@@ -108,41 +112,57 @@ class Source:
         """Shuffle the order of files in each pass. A shuffle buffer would not be checkpointed."""
         try:
             return self.documents.shuffle(
-                seed=self.seed + turn, buffer_size=1, max_buffer_input_shards=1
+                # By the number of the pass, so that a resumed run reads files in the same order.
+                seed=self.seed + turn,
+                buffer_size=1,
+                max_buffer_input_shards=1,
             )
         except TypeError:  # datasets before 5.0
             return self.documents.skip(0)
 
     def _rows(self, reading: Iterator[Any], turn: int, number: int) -> tuple[list[dict], bool]:
         """The rows of the next documents, and whether more documents may follow."""
+        documents, more = self._read(reading)
+        if not documents:
+            return [], False
+        # From the place alone, so that a resumed run shuffles alike.
+        rng = np.random.default_rng([self.seed, turn, number])
+        # Documents before packing, so that a row has several files; rows after it, since a long
+        # document fills consecutive ones.
+        order = rng.permutation(len(documents))
+        packed = self.pack({name: [documents[i][name] for i in order] for name in documents[0]})
+        names = list(packed)
+        rows = [dict(zip(names, row, strict=True)) for row in zip(*packed.values(), strict=True)]
+        return [rows[i] for i in rng.permutation(len(rows))], more
+
+    def _read(self, reading: Iterator[Any]) -> tuple[list[dict[str, np.ndarray]], bool]:
+        """The next documents that are long enough, for a block of rows, and whether more follow."""
         kept: list[dict[str, np.ndarray]] = []
         size = 0.0
+        # Whole reads only: the place after them, from which a run resumes, is that of the iterator.
         while size < self.block:
             # It warns that a shuffle buffer is not restored, but here the buffer is empty.
             with quieted(logging.getLogger("datasets.iterable_dataset")):
                 found = list(itertools.islice(reading, _READ))
             if not found:
-                break
-            for row in found:
-                if row.get(PROBLEM):
-                    warnings.warn(f"left out: {row[PROBLEM]}", stacklevel=2)
-            texts = [row["text"] for row in found]
-            tokenized = self.tokenize({"text": texts})
-            columns = [name for name in ("input_ids", "scored") if name in tokenized]
-            for parts in zip(*(tokenized[name] for name in columns), strict=True):
-                if len(parts[0]) >= self.minimum:
-                    arrays = [np.asarray(part, np.int32) for part in parts]
-                    kept.append(dict(zip(columns, arrays, strict=True)))
-                    size += self.pack.rows(len(parts[0]))
-        # From the place alone, so that a resumed run shuffles alike.
-        rng = np.random.default_rng([self.seed, turn, number])
-        if not kept:
-            return [], False
-        order = rng.permutation(len(kept))
-        packed = self.pack({name: [kept[i][name] for i in order] for name in kept[0]})
-        names = list(packed)
-        rows = [dict(zip(names, row, strict=True)) for row in zip(*packed.values(), strict=True)]
-        return [rows[i] for i in rng.permutation(len(rows))], bool(found)
+                return kept, False
+            for document in self._tokenized(found):
+                tokens = len(document["input_ids"])
+                if tokens >= self.minimum:
+                    kept.append(document)
+                    size += self.pack.rows(tokens)
+        return kept, True
+
+    def _tokenized(self, found: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, np.ndarray]]:
+        """Tokenize documents, and warn of files among them that could not be read."""
+        for row in found:
+            if row.get(PROBLEM):
+                warnings.warn(f"left out: {row[PROBLEM]}", stacklevel=2)
+        tokenized = self.tokenize({"text": [row["text"] for row in found]})
+        columns = [name for name in ("input_ids", "scored") if name in tokenized]
+        for parts in zip(*(tokenized[name] for name in columns), strict=True):
+            arrays = [np.asarray(part, np.int32) for part in parts]
+            yield dict(zip(columns, arrays, strict=True))
 
 
 class _Reader:
@@ -197,6 +217,7 @@ class Stream(torch.utils.data.IterableDataset):
     def __iter__(self) -> Iterator[dict[str, Any]]:
         start = self._start or {"rows": 0, "sources": [None] * len(self.sources)}
         pairs = zip(self.sources, start["sources"], strict=True)
+        # By a local name, since a second iterator replaces the readers of ``state``.
         self._readers = readers = [_Reader(source, at) for source, at in pairs]
         for index, which in enumerate(self._drawn()):
             if index < start["rows"]:
@@ -218,6 +239,7 @@ class Stream(torch.utils.data.IterableDataset):
         """State for :meth:`start` after ``rows`` rows; None if another process read them."""
         if not self._readers:
             return None
+        # Of the rows that were trained on: the readers are ahead, since a loader fetches early.
         given = np.bincount(
             np.fromiter(itertools.islice(self._drawn(), rows), int, rows),
             minlength=len(self.sources),

@@ -55,6 +55,20 @@ def test_a_quantized_cache_is_smaller_by_its_bits() -> None:
     assert 0.28 < packed / full < 0.32  # 4.5 bits of 16, and 128 tokens as they are
 
 
+def test_a_family_without_grouped_keys_has_as_many_as_queries() -> None:
+    config = tiny_of(transformers.GPTNeoXForCausalLM).config
+    found = memory(config, 256)
+    assert found.cache == 2 * config.num_hidden_layers * config.hidden_size * 256 * 2
+    assert found.position_method > 0
+
+
+def test_a_family_with_heads_of_two_sizes_is_estimated() -> None:
+    model = tiny_of(transformers.Gemma4ForCausalLM).bfloat16()
+    found = memory(model.config, 256)
+    assert found.weights == sum(p.nbytes for p in model.parameters())
+    assert found.cache > 0 and found.position_method > 0
+
+
 @pytest.mark.parametrize("name", ["length", "batch", "chunk"])
 def test_a_number_below_one_is_refused(name: str) -> None:
     with pytest.raises(OptionError, match=f"{name}=0"):

@@ -34,6 +34,7 @@ class Candidates:
         """A digest of all documents."""
         found = hashlib.sha256()
         for document in self.documents:
+            # With lengths: the same tokens, divided otherwise, are other documents.
             found.update(len(document).to_bytes(8, "little") + document.tobytes())
         return found.hexdigest()[:16]
 
@@ -103,6 +104,7 @@ class Case:
     def prompt(self) -> str:
         """A digest of the model's input and of the scoring."""
         how = (self.mode, self.count, self.answers, self.only)
+        # Only what is set: a field that is added later leaves the digests of older logs alone.
         how += () if self.judge is None else (self.judge,)
         how += () if self.weight is None else ("weight", self.weight)
         how += () if self.candidates is None else (self.candidates.digest, self.right)

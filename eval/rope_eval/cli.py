@@ -139,7 +139,10 @@ def calibrate(
             from rope_eval.reports.advice import training_command
 
             words = training_command(
-                *(model, found.method.name, found.trained_length, tokens),
+                model=model,
+                method=found.method.name,
+                trained=found.trained_length,
+                target=tokens,
                 options=str(output / RESULT),
                 compose=options["compose"],
                 text=how.text[0] if how.text else None,

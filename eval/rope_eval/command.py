@@ -51,15 +51,7 @@ class TaskOptions:
 def command_for(name: str, words: Sequence[str]) -> TyperCommand:
     """The command ``eval``, whose tasks are among ``words``, or ``compare``, with its options."""
     comparing = name == "compare"
-    tasks = COMPARED
-    harness = {}
-    if not comparing:
-        names = _named(words)
-        tasks = [one for one in names if one in all_tasks()]
-        others = [one for one in names if one not in all_tasks()]
-        if others:
-            tasks = [*tasks, Harness.name]
-            harness = {"harness_tasks": ",".join(others)}
+    tasks, harness = (COMPARED, {}) if comparing else _asked(words)
     classes = chosen([*tasks, *EMBEDDED] if comparing else tasks)
     _refuse_shared(classes)
 
@@ -71,6 +63,7 @@ def command_for(name: str, words: Sequence[str]) -> TyperCommand:
         given = settings(words, typed, **(COMPARE if comparing else {}))
         own = dict[str, Any]()
         for cls in classes:
+            # Of tasks that share an option, the first one parses it, as in command_options.
             own = read_options(cls, typed | harness) | own
         evaluate(given, build(_compared(given, own) if comparing else tasks, own))
 
@@ -83,6 +76,16 @@ def command_for(name: str, words: Sequence[str]) -> TyperCommand:
     command = typer.main.get_command(app)
     assert isinstance(command, TyperCommand)
     return command
+
+
+def _asked(words: Sequence[str]) -> tuple[Sequence[str], dict[str, str]]:
+    """Return the tasks that the words of ``eval`` name, and options of the harness's among them."""
+    names = _named(words)
+    tasks = [one for one in names if one in all_tasks()]
+    others = [one for one in names if one not in all_tasks()]
+    if not others:
+        return tasks, {}
+    return [*tasks, Harness.name], {"harness_tasks": ",".join(others)}
 
 
 def _named(words: Sequence[str]) -> list[str]:

@@ -159,6 +159,7 @@ class Embedder:
         """
         device = self.model.device
         width = max(map(len, rows))
+        # Any token fills a row: the mask hides it.
         ids = torch.zeros((len(rows), width), dtype=torch.long)
         mask = torch.zeros_like(ids)
         for row, tokens in enumerate(rows):

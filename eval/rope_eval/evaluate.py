@@ -18,6 +18,7 @@ from rope_ext.command.terminal import quiet, stoppable, tell, tell_next
 def evaluate(settings: Settings, tasks: Sequence[Task]) -> Report | None:
     """Check, measure, print and write; returns None in all processes except the first."""
     with stoppable():
+        # First: the report needs it, after hours of measuring.
         require_matplotlib()
         quiet()
         plan = prepare(settings, tasks)
@@ -34,6 +35,7 @@ def evaluate(settings: Settings, tasks: Sequence[Task]) -> Report | None:
                 outcomes = run(plan, advance, lambda work: shown.update(bar, total=work))
             if outcomes is None:
                 return None
+            # Still locked: another run must not write between the log and the report of it.
             report = Report(plan.measured(), outcomes)
             paths = report.write()
         report.print()  # the files exist even if this fails

@@ -26,6 +26,7 @@ from rope_ext.errors import MeasureError
 from rope_ext.saving.drafts import refuse_link
 
 HIDDEN = ".rope-ext"
+# By it a log is known as ours: a change would make all earlier logs foreign.
 HEADER = b'{"program": "rope_ext", "log": "cases", "format": 1}\n'
 """The first line of every log."""
 _LOGS = re.compile(r"cases(\.[1-9][0-9]*)?\.jsonl")
@@ -64,6 +65,7 @@ def replace_file(path: Path, content: bytes) -> None:
     hidden = path.parent if path.parent.name == HIDDEN else path.parent / HIDDEN
     refuse_link(hidden)
     hidden.mkdir(exist_ok=True)
+    # On the same file system, so that ``replace`` is atomic; hidden, so that it is nobody's file.
     draft = hidden / f"{path.name}.draft"
     draft.unlink(missing_ok=True)  # of a killed run; the target of a link stays
     try:
@@ -80,6 +82,7 @@ def lock(
     folder: Path, name: str = "", *, option: str = "--output", required: bool = True
 ) -> Iterator[None]:
     """Lock ``name`` in ``folder``, or all of it, until the block or the process ends."""
+    # Of the operating system, which releases it when the process is killed.
     lock = FileLock(folder / HIDDEN / f"{name or 'run'}.lock", blocking=False)
     with writing(folder, f"give {option} another folder"):
         refuse_links(folder)
@@ -122,6 +125,7 @@ class Folder:
         with writing(self.path):
             refuse_links(self.path)
             self.path.mkdir(parents=True, exist_ok=True)
+            # Writing fails here, before anything is measured.
             with TemporaryFile(dir=self.path):
                 pass
         ours = {*self._ours(self._written()), *(path.name for path in self.logs)}
@@ -134,6 +138,7 @@ class Folder:
 
     def write(self, contents: Mapping[str, bytes]) -> list[Path]:
         """Write files atomically, by name; returns their paths."""
+        # Again, since a run takes hours and the folder may have changed.
         self.check(contents)
         written = self._written()
         new = {name: [_hash(content)] for name, content in contents.items()}
@@ -162,6 +167,7 @@ class Folder:
         """Return the hashes of the files written here, by name; empty if the list is not valid."""
         try:
             files = json.loads(self._list.read_bytes())["files"]
+            # Names alone: a list from elsewhere could say "../file".
             return {Path(name).name: list(map(str, hashes)) for name, hashes in files.items()}
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return {}

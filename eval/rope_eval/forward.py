@@ -36,8 +36,10 @@ def left_padded(
     width = max(map(len, rows))
     ids = torch.full((len(rows), width), pad, dtype=torch.long, device="cpu")
     for row, tokens in zip(ids, rows, strict=True):
+        # On the left: the scored tokens of all rows are then the last columns.
         row[width - len(tokens) :] = torch.tensor(tokens, dtype=torch.long, device="cpu")
     inputs = {"input_ids": ids.to(device)}
+    # Only with padding, since a mask of ones would keep faster kernels from running.
     if any(len(tokens) < width for tokens in rows):
         sizes = torch.tensor([len(tokens) for tokens in rows], device="cpu").unsqueeze(1)
         places = torch.arange(width, device="cpu") - (width - sizes)
@@ -101,6 +103,7 @@ def _logits(
         # The state before the first token of the segment predicts it.
         begin = width - tail - 1 + start
         part = hidden[:, begin : begin + stop - start]
+        # The decoder does not run again: only the number of these tokens matters.
         with _answering(decoder, output, part):
             yield start, stop, model(inputs["input_ids"][:, : part.shape[1]]).logits
 
@@ -109,6 +112,7 @@ def _logits(
 def _answering(decoder: nn.Module, output: Any, hidden: torch.Tensor) -> Iterator[None]:
     """Return ``hidden`` as the decoder's output; the model's own head then computes the logits."""
     answer = type(output)(last_hidden_state=hidden)
+    # Somebody may have replaced it on this instance before.
     own = decoder.__dict__.get("forward")
     decoder.forward = lambda *args, **kwargs: answer  # Module.__call__ looks it up
     try:

@@ -38,6 +38,7 @@ def option(
     ``least`` is the lowest value of a whole number, for :func:`check_options`.
     """
     metadata = {"help": help, "read": read, "flags": flags, "repeat": repeat, "least": least}
+    # Dataclasses refuse a mutable default.
     how: Any = {"default_factory": dict} if default == {} else {"default": default}
     return dataclasses.field(**how, metadata=metadata)
 
@@ -84,6 +85,7 @@ def command_options(*classes: type, without: Sequence[str] = ()) -> Callable[[F]
                 if field.name in without:
                     continue
                 added.setdefault(field.name, _typer_parameter(cls, field))
+        # eval_str: typer needs types, and annotations are texts under ``from __future__``.
         signature = inspect.signature(command, eval_str=True)
         own = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
         function: Any = command  # functions have no such attribute for type checkers
@@ -135,6 +137,7 @@ def _typer_parameter(cls: type, field: dataclasses.Field[Any]) -> inspect.Parame
         kind = list[kind]
     elif type(default) in (int, float, str) and default != "" and "default" not in help.lower():
         help = f"{help.rstrip('.')}; default: {default}{'.' * help.endswith('.')}"
+    # None: not typed, so that ``read_options`` leaves the field its default.
     default = False if kind is bool else None
     kind = Annotated[kind if kind is bool else kind | None, typer.Option(*_flags(field), help=help)]
     only = inspect.Parameter.KEYWORD_ONLY

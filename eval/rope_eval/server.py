@@ -136,6 +136,7 @@ class Client:
                 late = time.monotonic() + wait >= deadline
                 if not error.passing or attempt == self.retries or late:
                     raise
+                # ``close`` ends this wait, too.
                 if self._closed.wait(wait):
                     raise
             delay = min(2 * delay, _LONGEST_DELAY)
@@ -207,10 +208,13 @@ class Client:
     def response(self, deadline: float, sock: Any, *given: Any, **more: Any) -> Any:
         """Return a response that is read from ``sock`` until the deadline or ``close``."""
         response = http.client.HTTPResponse(sock, *given, **more)
+        # The timeout of its own reader is that of each read: a server that sends a byte now and
+        # then would never end.
         response.fp.close()
         response.fp = io.BufferedReader(_TimedReader(sock, deadline, self._forget))
         with self._lock:
             self._sockets.add(sock)
+        # ``close`` may have run since this request began.
         if self._closed.is_set():
             _shut_down(sock)
         return response

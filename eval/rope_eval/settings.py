@@ -144,6 +144,7 @@ class Settings:
 
     def to_json(self) -> dict[str, Any]:
         """The settings that determine the results, as plain data."""
+        # What no result depends on.
         left = {"output", "resume", "overwrite", "force", "finetune"}
         left |= {"concurrency", "retries", "timeout"}
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in left}

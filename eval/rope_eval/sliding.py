@@ -13,6 +13,7 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as FUNCTIONS
 
 BLOCK = 512
+# Read on import, before ``in_blocks`` replaces it, which may be called twice.
 _NATIVE = FUNCTIONS["sdpa"]
 
 

@@ -19,6 +19,7 @@ from rope_ext.patching import patched
 _LONGEST = 40  # most characters of an option in a row's name
 
 
+# By identity: systems are keys of dicts, and options cannot be hashed.
 @dataclass(frozen=True, eq=False)
 class System:
     """A model with a method: a row of the report.
@@ -73,6 +74,7 @@ def under(
     compose: bool | str,
     trained_length: int | None,
 ) -> AbstractContextManager[Any]:
+    """Patch a model for a ``with`` block; ``trained_length`` is in tokens, None: as configured."""
     given = {"compose": compose, "original_max_position_embeddings": trained_length}
     return patched(model, name, **{**given, **options})
 

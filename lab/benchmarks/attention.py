@@ -83,10 +83,12 @@ def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 def native(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, own: Rotation, cached: Rotation
 ) -> torch.Tensor:
+    """RoPE and torch's causal attention; ``cached`` rotates the keys, None: they are rotated."""
     return F.scaled_dot_product_attention(
         rotary(query, *own),
         key if cached is None else rotary(key, *cached),
         value,
+        # A single query sees the whole cache; torch would align its mask with the first key.
         is_causal=query.shape[2] == key.shape[2],
         scale=query.shape[-1] ** -0.5,
         enable_gqa=query.shape[1] != key.shape[1],
@@ -153,6 +155,7 @@ def step(
 def decode(
     keys: int, kv_heads: int, window: int, dtype: torch.dtype, rounds: int
 ) -> dict[str, Measured]:
+    """Compare decoding steps through all layers, with ``keys`` tokens in the cache of each."""
     query, *first = tensors(HEADS, kv_heads=kv_heads, queries=1, keys=keys, dtype=dtype)
     # Separate memory, as in a model: no layer finds its keys in the processor's cache.
     cached = [tuple(first), *(tuple(x.clone() for x in first) for _ in range(LAYERS - 1))]

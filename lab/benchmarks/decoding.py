@@ -38,6 +38,7 @@ class Size:
         return f"{self.layers} layers of {width} columns, {self.prompt} tokens in the cache"
 
     def build(self, kv_heads: int, dtype: torch.dtype) -> LlamaForCausalLM:
+        """A Llama of this size with random weights."""
         torch.manual_seed(0)
         width = HEADS * COLUMNS
         config = LlamaConfig(
@@ -82,6 +83,7 @@ def measure(
                     for name, one in models.items()
                 }
                 yield {column: ratios(runs, rounds)}
+            # Graphs of this column would count towards the limit of the next one.
             torch._dynamo.reset()
 
 
@@ -92,6 +94,7 @@ def _steps(model: nn.Module, ids: torch.Tensor, rounds: int, backend: str) -> Ca
     cache = DynamicCache(config=model.config)
     if backend:
         step = torch.compile(model, fullgraph=True, dynamic=False, backend=backend)
+        # One more round, the warm-up of ``ratios``.
         room = ids.shape[1] + STEPS * (rounds + 1)
         cache = StaticCache(config=model.config, max_cache_len=room)
     model(ids, past_key_values=cache, logits_to_keep=1)

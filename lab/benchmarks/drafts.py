@@ -71,6 +71,7 @@ def rounded(model: nn.Module, bits: int) -> nn.Module:
             if weight.ndim == 2 and name.endswith("_proj.weight"):
                 step = weight.abs().amax(1, keepdim=True) / levels
                 weight.copy_((weight / step).round() * step)
+    # Constant: generate would adapt the length of drafts to how many are accepted.
     config: Any = draft.generation_config
     config.num_assistant_tokens = DRAFTED
     config.num_assistant_tokens_schedule = "constant"
@@ -94,6 +95,11 @@ def texts(length: int, count: int) -> list[torch.Tensor]:
 def measure(
     method: str, factor: float, lengths: Sequence[int], count: int, new: int, bits: int
 ) -> Iterator[Accepted]:
+    """Yield what a patched model accepts of each kind of draft, at each prompt length in tokens.
+
+    ``count`` is the number of prompts, ``new`` that of tokens after each, and ``bits`` are those of
+    a weight of the draft model.
+    """
     plain = AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.float32).eval()
     target = rope_ext.patch(copy.deepcopy(plain), method, factor=factor)
     drafts: dict[str, dict[str, Any]] = {
@@ -115,6 +121,7 @@ def measure(
                         ids,
                         attention_mask=torch.ones_like(ids),
                         max_new_tokens=new,
+                        # As many tokens in every setting, which a forward is divided by.
                         min_new_tokens=new,
                         do_sample=False,
                         **given,

@@ -187,6 +187,7 @@ def _exact(
         shapes += ((2 * groups,),)
     drawn = [torch.randn(shape, generator=generator, device=run.device) for shape in shapes]
     drawn = [x.to(run.dtype) for x in drawn]
+    # Random, since in the gradients of a sum errors may cancel out.
     weight = torch.randn(*shapes[0][:3], value_size, generator=generator, device=run.device)
 
     def results(dtype: torch.dtype, by: Callable) -> list[torch.Tensor]:
@@ -396,6 +397,7 @@ def _made(run: Run, config: LlamaConfig) -> nn.Module:
 
 
 def ids_of(run: Run, rows: int, length: int, padded: bool = False) -> dict[str, torch.Tensor]:
+    """Random tokens ``[rows, length]`` and their mask; ``padded``: for a quarter of one row."""
     generator = torch.Generator(run.device).manual_seed(rows)
     ids = torch.randint(3, 60, (rows, length), generator=generator, device=run.device)
     mask = torch.ones_like(ids)
@@ -435,6 +437,8 @@ def graphs(run: Run) -> None:
         def count(name: str, rows: int, task: Callable = task) -> dict[str, Any]:
             graphs = []
             with never_dense():
+                # Another length may compile once more, with dynamic shapes; the second round must
+                # find these graphs.
                 for more in (0, 64, 128) * 2:
                     before = counters["stats"]["unique_graphs"]
                     task(name, rows, more)
@@ -482,7 +486,7 @@ def _eager_syncs(run: Run, model: nn.Module, rows: int) -> dict[str, Any]:
 
 def _no_syncs(run: Run, model: nn.Module, rows: int) -> dict[str, Any]:
     step, _ = _static(run, model, rows, length=150, mode="default")
-    for _ in range(3):
+    for _ in range(3):  # compilation itself waits for the device
         step()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -555,6 +559,7 @@ def _compared(
     window: int,
     graphed: bool,
 ) -> dict[str, Any]:
+    # One decoding call is as short as what an event can measure.
     repeated = 20 if part == "decode" and not run.small else 1
     with contextlib.ExitStack() as stack:
         kernel = stack.enter_context(using(kernel))
@@ -595,6 +600,7 @@ def _often(one: Callable[[], object], times: int) -> None:
 
 
 def _captured(one: Callable[[], object]) -> Callable[[], None]:
+    # Warm up on a stream of its own, as torch asks for before a capture.
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -696,6 +702,7 @@ def lora(run: Run) -> None:
 
         named = {"variant": variant, "tokens": length, "layers": 4}
         run.attempt("lora", named, functools.partial(_rate, run, once, length))
+        # The next variant patches the same base.
         adapted.gradient_checkpointing_disable()
         adapted.unload()
 
@@ -734,6 +741,7 @@ def _method(
         torch.manual_seed(0)
         rope_ext.patch(model, method, **options)
     with torch.no_grad():
+        # Seeds give other numbers on another device: the twin gets those of the GPU.
         for there, here in zip(*(model.parameters() for model in models), strict=True):
             here.copy_(there)
     found = _apart(_answers(models[0], batch), _answers(models[1], batch, "cpu"))

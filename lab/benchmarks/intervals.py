@@ -66,6 +66,7 @@ def _quarters(rng: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
 
 
 def _mostly_equal(rng: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
+    # The same for both systems, whose answers then differ on a fifth of the prompts.
     kept = _quarters(np.random.default_rng(1), shape)
     return np.where(rng.random(shape) < 0.2, _quarters(rng, shape), kept)
 
@@ -150,6 +151,7 @@ def pairs() -> Iterator[list[str]]:
         clear = []
         for unlike, share in itertools.product(UNLIKE, WINS):
             chances = [unlike * share, unlike * (1 - share), 1 - unlike]
+            # Rounded, since scipy refuses shares whose sum is a little more than 1.
             odds = stats.multinomial.pmf(table, trials, np.round(chances, 12))
             gap = chances[0] - chances[1]
             covers.append(odds @ ((low - 1e-9 <= gap) & (gap <= high + 1e-9)))

@@ -221,12 +221,14 @@ def main(given: list[str] | None = None) -> int:
     if importlib.util.find_spec("triton") is None:
         parser.error("this needs the package triton")
     with tempfile.TemporaryDirectory() as folder:
+        # Empty caches, or a kernel of an earlier version would hide one that does not compile.
         os.environ |= {"TRITON_CACHE_DIR": folder, "TORCHINDUCTOR_CACHE_DIR": folder}
         output = args.output or Path(folder) / "lines"
         lines = read(output)
         for card in cards:
             known = [{name: line[name] for name in Case.__annotations__} for line in lines]
             todo = [x for x in cases([card], args.small) if asdict(x) not in known]
+            # A process for each GPU, since the mocked one cannot be removed again.
             process = multiprocessing.get_context("spawn").Process(
                 target=measure, args=(card, todo, args.whole, output)
             )

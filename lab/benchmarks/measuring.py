@@ -111,6 +111,7 @@ def ratios(
     Runs alternate, so that other load on the machine affects all of them.
     """
     seconds: dict[str, list[float]] = {name: [] for name in runs}
+    # Compiles kernels and fills the allocator.
     for run in runs.values():
         run()
     for _ in range(rounds):
@@ -170,6 +171,7 @@ def peak(attend: Attend, heads: int, length: int) -> float:
         ]
         for tokens in (length, 64)
     )
+    # What is loaded once, such as the libraries of kernels, is not of this length.
     trained(attend(*small), small)
     before = resident("VmRSS")
     trained(attend(*inputs), inputs)

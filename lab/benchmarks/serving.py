@@ -79,6 +79,7 @@ class Variant:
         self.log = log
 
     def answer(self) -> Any:
+        """The next answer of the process; ends the benchmark if the process has ended."""
         stdout = self.process.stdout
         assert stdout is not None
         line = stdout.readline()
@@ -87,6 +88,7 @@ class Variant:
         return json.loads(line)
 
     def run(self, case: Case, new: int) -> Times:
+        """Run a case with ``new`` decoding steps."""
         stdin = self.process.stdin
         assert stdin is not None
         print(json.dumps([*case, new]), file=stdin, flush=True)
@@ -106,6 +108,7 @@ def serve(given: dict[str, Any]) -> None:
         **given,
         enforce_eager=True,
         skip_tokenizer_init=True,
+        # Every round has the same prompts.
         enable_prefix_caching=False,
         max_num_batched_tokens=TOKENS,
         max_num_seqs=8,
@@ -122,8 +125,10 @@ def timed(engine: Any, requests: int, length: int, new: int) -> Times:
 
     generator = torch.Generator().manual_seed(SEED)
     prompts = torch.randint(4, 1000, (requests, length), generator=generator).tolist()
+    # ignore_eos: every request writes as many tokens.
     greedy = SamplingParams(temperature=0, max_tokens=1 + new, ignore_eos=True, detokenize=False)
     for number, prompt in enumerate(prompts):
+        # Requests are told apart by their names, also over the rounds.
         name = f"{number} {time.monotonic_ns()}"
         engine.add_request(name, {"prompt_token_ids": prompt}, greedy)
     answered: set[str] = set()

@@ -18,6 +18,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -76,9 +77,11 @@ def prefill(model: nn.Module, ids: torch.Tensor) -> None:
 
 @torch.inference_mode()
 def decode(model: nn.Module, ids: torch.Tensor, cache: DynamicCache) -> None:
+    """Decode eight tokens after those in the cache, which is left as it was."""
     start = cache.get_seq_length()
     for _ in range(8):
         model(ids[:, -1:], past_key_values=cache, logits_to_keep=1)
+    # A negative number removes tokens at the end: every run starts at the same length.
     cache.crop(start - cache.get_seq_length())
 
 
@@ -146,7 +149,8 @@ def evaluate(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield all results so far as JSON after each part.
 
     Raises:
-        RopeExtError: a method or option is unknown, or the model cannot be loaded.
+        RopeExtError: a method or option is unknown, nothing can be measured, or the model cannot be
+            loaded.
     """
     if args.small:
         args.lengths = "64"
@@ -155,18 +159,13 @@ def evaluate(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         args.rounds = 2
     variants = _variants(args)
     kinds = {variant: kind(**more) for variant, more in variants.items()}
+    on_cpu = models.resolve_device(args.device) == "cpu"
+    parts = _parts(args, kinds, on_cpu=on_cpu)
     lengths = parse_lengths(args.lengths)
-    parts = split(args.parts)
-    if not parts or set(parts) - set(PARTS):
-        raise OptionError(f"--parts {args.parts!r} is not valid; parts: {', '.join(PARTS)}")
     of_attention = parse_lengths(args.attention_lengths)
     shortest = min(*lengths, *of_attention)
     require_positive(rounds=args.rounds, length=shortest, window=args.window)
     machine = measuring.machine()
-    on_cpu = models.resolve_device(args.device) == "cpu"
-    dtypes = [args.dtype]
-    if args.dtype == "auto" and on_cpu:
-        dtypes = ["float32", "bfloat16"] if machine["bfloat16"] else ["float32"]
     results: dict[str, Any] = {
         "machine": machine,
         "model": args.model,
@@ -180,18 +179,50 @@ def evaluate(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         "attention": {},
         "versions": versions(),
     }
-    for dtype in dtypes if "models" in parts else ():
-        for _ in _add_models(results, args, dtype, lengths=lengths):
+    dtypes = _dtypes(args.dtype, on_cpu=on_cpu, units=machine["bfloat16"])
+    exact = ["float32" if dtype == "auto" else dtype for dtype in dtypes]
+    add_models = partial(_add_models, results, args, lengths=lengths)
+    add_decoding = partial(_add_decoding, results, args)
+    add_attention = partial(_add_attention, results, args, lengths=of_attention)
+    # Lazy: a part is measured when its turn comes.
+    steps = {
+        "models": map(add_models, dtypes),
+        "decoding": map(add_decoding, exact),
+        "attention": map(add_attention, exact),
+    }
+    for part in parts:
+        for _ in chain.from_iterable(steps[part]):
             yield results
-    if not on_cpu:
-        return
-    exact_dtypes = ["float32" if dtype == "auto" else dtype for dtype in dtypes]
-    for dtype in exact_dtypes if "decoding" in parts else ():
-        for _ in _add_decoding(results, args, dtype):
-            yield results
-    for dtype in exact_dtypes if "attention" in parts else ():
-        for _ in _add_attention(results, args, dtype, lengths=of_attention):
-            yield results
+
+
+def _parts(args: argparse.Namespace, kinds: Mapping[str, str], on_cpu: bool) -> list[str]:
+    """Return the parts asked for that can be measured, in order.
+
+    Raises:
+        OptionError: a part is unknown, or none can be measured.
+    """
+    asked = split(args.parts)
+    if not asked or set(asked) - set(PARTS):
+        raise OptionError(f"--parts {args.parts!r} is not valid; parts: {', '.join(PARTS)}")
+    possible = {"models"}
+    if on_cpu:  # lab.benchmarks.gpu measures the others on a GPU
+        possible.add("attention")
+    if on_cpu and "position" in kinds.values():
+        possible.add("decoding")
+    parts = [part for part in PARTS if part in asked and part in possible]
+    if not parts:
+        raise OptionError(
+            f"--parts {args.parts} measures nothing here: decoding and attention need a CPU, and "
+            f"decoding a position method; give --parts models, --device cpu or --method rerope"
+        )
+    return parts
+
+
+def _dtypes(asked: str, on_cpu: bool, units: bool) -> list[str]:
+    """Return the dtypes to measure; ``units``: whether the processor has units for bfloat16."""
+    if asked != "auto" or not on_cpu:
+        return [asked]
+    return ["float32", "bfloat16"] if units else ["float32"]
 
 
 def _variants(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
@@ -231,8 +262,6 @@ def _add_decoding(results: dict[str, Any], args: argparse.Namespace, dtype: str)
         for variant, more in results["variants"].items()
         if kinds[variant] == "position"
     }
-    if not positions:
-        return
     results["decoding"][dtype] = {}
     size = decoding.size(args.small)
     for found in decoding.measure(

@@ -122,6 +122,7 @@ class Measurement:
             self.lines[cell.key] = line
 
         for method, options, cells in self._plan():
+            # A refusal is tried again, since a later version may take the method.
             cells = [cell for cell in cells if "refused" in self.lines.get(cell.key, ["refused"])]
             left_out = self.methods and method not in self.methods
             if left_out or not cells or (method, str(options)) in refused:
@@ -140,6 +141,7 @@ class Measurement:
             except (RopeExtError, torch.OutOfMemoryError) as error:
                 refused.add((method, str(options)))
                 reason = str(error).splitlines()[0]
+                # Once, or each run would add a line.
                 if self.lines.get(cells[0].key, {}).get("refused") != reason:
                     keep(cells[0], {"refused": reason})
                 print(f"{method} {options}: {reason}", flush=True)

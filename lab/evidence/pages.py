@@ -88,6 +88,7 @@ class Evidence:
             given = line["options"]
             if options is not None:
                 return given == {"factor": factor, **options}
+            # STRING's default, 1.98, stands among those of 2.
             plain = set(given) == {"factor"} and math.ceil(given["factor"]) == factor
             return method == "unpatched" or plain
 
@@ -130,6 +131,7 @@ class Evidence:
             last = min(end, line["length"])  # string reaches a little less than 2 times
             if line["length"] < 0.98 * end or (by_length and line["length"] > end):
                 continue
+            # Spans of both models begin and end at a bucket.
             part = line["losses"][begin // BUCKET : last // BUCKET]
             # The shortest forward that reaches this far: each document once.
             if line["document"] not in found or line["length"] == last:
@@ -160,6 +162,7 @@ class Evidence:
         lines = self.of(task, method, options, factor=4 if length > 2 else 2)
         lines = [line for line in lines if line["length"] == round(length * self.trained)]
         if decoded := [line for line in lines if is_decoded(line)]:
+            # The last line of a part counts, which may have been measured twice.
             parts = {line["part"]: line["right"] for line in decoded}
             right = [value for part in parts.values() for value in part]
             return sum(right), len(right)
@@ -420,8 +423,10 @@ def _by_position(evidence: Evidence, method: str) -> tuple[list[int], list[float
 
 
 def put(path: Path, name: str, text: str) -> None:
+    """Replace what a page has between the marks of ``name``."""
     page = path.read_text(encoding="utf-8")
-    begin, end = f"<!-- evidence: {name} -->\n", "<!-- end of evidence -->"
+    begin = f"<!-- evidence: {name} -->\n"
+    end = "<!-- end of evidence -->"
     before, mark, after = page.partition(begin)
     assert mark, f"{path} has no mark {begin.strip()}"
     path.write_text(before + begin + text + end + after.partition(end)[2], encoding="utf-8")
@@ -466,6 +471,7 @@ def _mean(found: Mapping[str, float]) -> float:
 def _percent(gap: float) -> str:
     """A difference of losses as a change of perplexity."""
     value = round(100 * (math.exp(gap) - 1), 1)
+    # Not "-0.0".
     return f"{value:+.1f}" if value else "0.0"
 
 

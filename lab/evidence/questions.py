@@ -232,6 +232,7 @@ def hide(
             start = cut
         content = "".join([*parts, *hay[start:count], secret.question])
         prompt = key_prompt(frame, content, answer=spelled, kind=secret.kind, lead=secret.lead)
+        # Accept one per cent less with each attempt, so that it ends.
         if (1 - attempt / 100) * most <= len(prompt.ids) <= most:
             break
         count = int(count * 0.995 * most / len(prompt.ids))
@@ -243,6 +244,7 @@ def hide(
         count=len(prompt.spelled) or CHAT_ANSWER,
         ids=prompt.ids,
         answers=answers,
+        # That of the bin; a second needle is anywhere.
         depth=next(iter(needles)),
         judge=judge,
     )

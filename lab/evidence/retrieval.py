@@ -55,6 +55,7 @@ def parts_of(texts: Sequence[str], length: int) -> tuple[str, ...]:
     """Return ``DOCUMENTS`` disjoint parts of the texts, each of about ``length`` tokens or more."""
     size = LONGEST * length
     rows = [[text[at : at + size] for at in range(0, len(text) - size, size)] for text in texts]
+    # In turns, so that the first of them come from all texts.
     found = [row[n] for n in range(max(map(len, rows))) for row in rows if n < len(row)]
     return tuple(found[:DOCUMENTS])
 
@@ -185,6 +186,7 @@ def found_in(lines: Sequence[Mapping[str, Any]]) -> list[int]:
     found = []
     for number in range(len(lines[0]["alike"])):
         own = next(line["alike"][number] for line in lines if line["right"][number])
+        # The document itself is among them.
         nearer = sum(line["alike"][number] >= own for line in lines)
         found.append(int(nearer == 1))
     return found

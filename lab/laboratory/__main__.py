@@ -182,6 +182,7 @@ def main(given: list[str] | None = None) -> int:
         cells = [
             Cell(subject, name, seed)
             for subject in subjects
+            # Seed by seed: a run that is stopped has compared all encodings with some seeds.
             for seed in range(args.seeds)
             for name in names
             if Cell.rates(subject, name) in done

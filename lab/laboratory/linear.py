@@ -57,7 +57,8 @@ def attention(
         slope: ``m``, ``[heads]``; None: no decay.
         chunk: tokens whose products are computed at once.
     """
-    query, key = _phi(query), _phi(key)
+    query = _phi(query)
+    key = _phi(key)
     below = _sums(query, key, value=torch.ones_like(value[..., :1]), slope=slope, chunk=chunk)
     if angles is not None:
         query, key = (rotate(x, angles.cos(), angles.sin()) for x in (query, key))
@@ -77,7 +78,8 @@ def step(
     The arguments are those of :func:`attention` without the dimension of the tokens. ``state`` is
     None before the first one.
     """
-    query, key = _phi(query), _phi(key)
+    query = _phi(query)
+    key = _phi(key)
     below = key if state is None else key + _decayed(state.keys, slope, 1)
     total = (query * below).sum(-1, keepdim=True)
     if angles is not None:
@@ -144,6 +146,7 @@ def _sums(
     found = []
     for q, k, v in zip(*(x.split(chunk, -2) for x in (query, key, value)), strict=True):
         at = torch.arange(q.shape[-2], device=q.device)
+        # Clamped: above the diagonal the factor could be infinite, and infinite times 0 is NaN.
         within = torch.exp(-m * (at[:, None] - at).clamp(min=0)).tril()
         found.append((q @ k.mT * within) @ v + torch.exp(-m * (at[:, None] + 1)) * (q @ state))
         left = len(at) - 1 - at[:, None]

@@ -12,6 +12,7 @@ from rope_eval.folder import Log as JsonLines
 from rope_eval.folder import read_lines, to_line
 from rope_ext.errors import MeasureError
 
+# By it a log is known as ours; a new format refuses older logs.
 _MARK = {"program": "rope_ext", "log": "laboratory", "format": 3}
 _RATES = "rates for "
 

@@ -73,6 +73,7 @@ class Size:
                 rope_parameters={
                     "rope_type": "default",
                     "rope_theta": _BASE,
+                    # Whole for a patch, which replaces it; none for what computes positions itself.
                     "partial_rotary_factor": SHARES.get(name, float(name not in ASKED)),
                 },
                 use_cache=False,

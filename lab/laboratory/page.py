@@ -127,6 +127,7 @@ def _lead(results: Results) -> list[str]:
         order = sorted(values, key=lambda name: values[name], reverse=rising)
         best = order[0]
         value = _number(measure, values[best])
+        # Equal as shown, since further digits tell nothing.
         ties = [name for name in order if _number(measure, values[name]) == value]
         if rising and value == _number(measure, 0):
             words.append(f"None: {told.removeprefix('the most ')}.")
@@ -434,11 +435,13 @@ def _table(
 
 
 def compared(measure: str, by: Mapping[str, BySeed], name: str) -> Cell:
+    """The mean of a model over seeds and, below it, its difference from RoPE with an interval."""
     mean = _means(by).get(name)
     if mean is None or name == ROPE:
         return Cell(_NONE if mean is None else _number(measure, mean))
     found = difference(by[name], by.get(ROPE, {}))
     if found and found.low is not None and _is_share(measure):
+        # The share with RoPE is ``mean - found.mean``: no difference leads beyond 0 or 1.
         found = found.within(-(mean - found.mean), 1 - (mean - found.mean))
     told = _signed(measure, found)
     return Cell(_number(measure, mean), bool(found and found.clear and told != _SAME), told)
@@ -481,7 +484,8 @@ def _title(results: Results, measure: str) -> str:
     """The name of a measure, including its length."""
     if not results.lengths:
         return measure
-    first, last = results.lengths[0], results.lengths[-1]
+    first = results.lengths[0]
+    last = results.lengths[-1]
     return {
         AT: f"loss at {first}",
         FAR: f"loss at {last}",

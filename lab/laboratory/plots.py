@@ -110,7 +110,8 @@ def _limits(lines: Lines) -> tuple[float, float]:
     if not values:
         return 0.0, 1.0
     top = max(lines.get(ROPE, {}).values(), default=max(values))
-    low, high = min(values), min(max(values), 1.3 * top)
+    low = min(values)
+    high = min(max(values), 1.3 * top)
     room = 0.05 * (high - low) or 0.05
     return low - room, high + room
 
@@ -122,7 +123,8 @@ def _label(axes: Any, low: float, high: float) -> None:
     for line in axes.get_lines():
         if line.get_label().startswith("_"):
             continue
-        x, y = line.get_xdata()[-1], line.get_ydata()[-1]
+        x = line.get_xdata()[-1]
+        y = line.get_ydata()[-1]
         ends.append((min(y, high), x, line))
     ends.sort(key=lambda end: end[0])
     heights = [y for y, _, _ in ends]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -240,33 +240,44 @@ def hold(
     direction = 1 if published.rising else -1
     own = 1 if published.measure == LONGER else -1
     ranked = [(direction * published.values[name], own * ours[name]) for name in names]
+    # Over the pairs of both rankings; NaN if one of them has only ties.
     tau = kendalltau(*zip(*ranked, strict=True)).statistic
-    same = 0
-    other = []
-    open_ = []
-    for one, two in combinations(names, 2):
-        theirs = direction * (published.values[one] - published.values[two])
-        if theirs == 0:
-            continue
-        better, worse = (one, two) if theirs > 0 else (two, one)
-        found = difference(measured[better], measured[worse])
-        if found is None or not found.clear:
-            open_.append(f"{better} and {worse}{_interval(found)}")
-        elif own * found.mean > 0:
-            same += 1
-        else:
-            other.append(f"{worse} is ahead of {better}{_interval(found)}")
-    total = same + len(other) + len(open_)
+    same, other, unclear = _pairs(published, measured, names)
+    total = same + len(other) + len(unclear)
     sentences = [
         f"Of {total} {'pair' if total == 1 else 'pairs'}: {same} as published, {len(other)} "
-        f"reversed, {len(open_)} without a clear difference here"
+        f"reversed, {len(unclear)} without a clear difference here"
         + (f"; rank correlation (Kendall) {tau:+.2f}." if math.isfinite(tau) else ".")
     ]
     if other:
         sentences.append(f"Reversed, with an interval that excludes zero: {'; '.join(other)}.")
-    if open_:
-        sentences.append(f"No clear difference: {'; '.join(open_)}.")
+    if unclear:
+        sentences.append(f"No clear difference: {'; '.join(unclear)}.")
     return ours, sentences
+
+
+def _pairs(
+    published: Published, measured: Mapping[str, BySeed], names: Sequence[str]
+) -> tuple[int, list[str], list[str]]:
+    """Compare every pair: how many are as published, which are reversed, which are unclear."""
+    direction = 1 if published.rising else -1
+    own = 1 if published.measure == LONGER else -1
+    same = 0
+    other = []
+    unclear = []
+    for one, two in combinations(names, 2):
+        theirs = direction * (published.values[one] - published.values[two])
+        if theirs == 0:  # a tie orders nothing
+            continue
+        better, worse = (one, two) if theirs > 0 else (two, one)
+        found = difference(measured[better], measured[worse])
+        if found is None or not found.clear:
+            unclear.append(f"{better} and {worse}{_interval(found)}")
+        elif own * found.mean > 0:
+            same += 1
+        else:
+            other.append(f"{worse} is ahead of {better}{_interval(found)}")
+    return same, other, unclear
 
 
 def _interval(found: Difference | None) -> str:

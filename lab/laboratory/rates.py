@@ -64,6 +64,7 @@ def choose(loss: Callable[[Rates], float], own: bool, normal: bool = False) -> C
         if rates not in tried:
             try:
                 tried[rates] = loss(rates)
+            # The worst of all, so that the search goes the other way.
             except FloatingPointError:
                 tried[rates] = math.inf
         return tried[rates]

@@ -90,6 +90,7 @@ class Results:
         """``loss`` or ``retrieval`` at a length, by name and seed."""
         found: dict[str, BySeed] = {}
         for label, seed, read in self._read("text"):
+            # Keys of JSON are texts.
             if str(length) in read[what]:
                 found.setdefault(label, {})[seed] = read[what][str(length)]
         return found

@@ -107,6 +107,7 @@ class Tasks:
         rng = np.random.default_rng((seed, number))
         drawn = self._drawn(rng, self.batch * _TOGETHER)
         drawn.sort(key=lambda one: len(one[0]))
+        # In another order for each group, or every fourth step would have the longest rows.
         first = int(rng.permutation(_TOGETHER)[turn]) * self.batch
         return _padded(drawn[first : first + self.batch])
 
@@ -132,6 +133,7 @@ class Tasks:
         found: dict = {"exact": {name: {} for name in self.names}, "refused": {}}
         for items in READ:
             for place, name in enumerate(self.names):
+                # The same problems for every model and seed.
                 rng = np.random.default_rng((_HELD_OUT, place, items))
                 ids, weights = _padded([problem(rng, name, items) for _ in range(self.rows)])
                 try:

@@ -101,6 +101,7 @@ class Text:
         """
         longest = self.length * TIMES[-1]
         scored = self.length // 2
+        # The same rows for every model and seed.
         rng = np.random.default_rng(_HELD_OUT)
         rows = np.stack([_excerpt(rng, self.held_out, longest) for _ in range(self.rows)])
         found: dict = {"loss": {}, "retrieval": {}, "positions": [], "refused": {}}
@@ -159,7 +160,9 @@ def retrieval(
 
 def _stream(texts: Sequence[str]) -> np.ndarray:
     """ASCII, with question marks for other characters, and an end token per document."""
+    # Bytes from 128 on stay free for the letters of words.
     ended = [np.frombuffer(text.encode("ascii", "replace"), dtype=np.uint8) for text in texts]
+    # int16, since the end token is no byte.
     return np.concatenate([part for text in ended for part in (text, [END])]).astype(np.int16)
 
 

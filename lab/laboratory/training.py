@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import time
@@ -130,11 +131,12 @@ class Training:
                 return loss.item()
 
             if step == 1:  # the first step also allocates states and tables
+                # Not timed, since the profiler slows it down.
                 loss, peak = peak_of(update, self.device)
             else:
                 loss = update()
                 seconds.append(clock() - started)
-            if loss != loss:
+            if not math.isfinite(loss):
                 raise FloatingPointError(f"the loss is no number after {step} steps")
             scheduler.step()
             tokens += ids.numel()

@@ -55,14 +55,17 @@ class Rows(torch.utils.data.Dataset):
         return self.rows
 
     def excerpt(self, rng: random.Random, tokens: int) -> list[int]:
+        """Consecutive tokens of the text, from a random place on."""
         start = rng.randrange(len(self.stream) - tokens)
         return self.stream[start : start + tokens]
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        # Of a text, which random hashes the same way in every process.
         rng = random.Random(f"{self.seed}:{index}")
         kind = rng.choices(list(self.shares), list(self.shares.values()))[0]
         ids, weights = getattr(self, kind)(rng)
-        ids, weights = ids[: self.length], weights[: self.length]
+        ids = ids[: self.length]
+        weights = weights[: self.length]
         missing = self.length - len(ids)
         return {
             "input_ids": torch.tensor(ids + [self.eos] * missing),
@@ -80,7 +83,8 @@ class Rows(torch.utils.data.Dataset):
         The first ``given`` tokens of a repetition only identify it; the others have a loss.
         """
         size = len(segment)
-        ids, weights = [*self.head, *segment], [0.0] * (len(self.head) + size)
+        ids = [*self.head, *segment]
+        weights = [0.0] * (len(self.head) + size)
         while len(ids) < self.length:
             gap = rng.choice((0, rng.randrange(self.length // 2)))
             start = rng.randrange(max(1, size // 2))

@@ -119,6 +119,7 @@ class ProseRows(Rows):
     def names(self, rng: random.Random, count: int) -> list[str]:
         """Distinct names, often with a word in common, so that the whole name has to be read."""
         shared = rng.choice(self.words) if rng.random() < 0.5 else None
+        # Not a set, whose order depends on the hash seed of the process.
         names: dict[str, None] = {}
         while len(names) < count:
             words = rng.sample(self.words, rng.randint(1, 2))
@@ -249,7 +250,9 @@ def fresh_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
             head_dim=32,
             max_position_embeddings=LENGTH,
             rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
+            # put_induction needs heads that look at a place whatever is there.
             attention_bias=True,
+            # The output layer reads copied tokens by other directions than the embedding writes.
             tie_word_embeddings=False,
             bos_token_id=None,
             eos_token_id=tokenizer.eos_token_id,
@@ -286,7 +289,8 @@ def put_induction(model: Qwen3ForCausalLM) -> None:
     turned = _orthogonal(width, width)
     model.lm_head.weight.copy_(0.05 * tokens @ turned)
     for group in range(config.num_key_value_heads):
-        query, key = group * per_group * size, group * size
+        query = group * per_group * size
+        key = group * size
         queries = slice(query, query + size)
         keys = slice(key, key + size)
         sketch, copied, back = (_orthogonal(width, size) for _ in range(3))

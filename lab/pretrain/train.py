@@ -72,6 +72,7 @@ class MuonAdamW(torch.optim.Optimizer):
                 if group["muon"]:
                     state["momentum"].lerp_(p.grad, 0.05)
                     update = orthogonalize(p.grad.lerp(state["momentum"], 0.95))
+                    # As in Jordan's code, with its factors of momentum; only matrices decay.
                     update *= max(1, p.shape[0] / p.shape[1]) ** 0.5
                     p.mul_(1 - group["lr"] * 0.05)
                 else:
@@ -158,6 +159,7 @@ def main() -> None:
     steps = args.steps or recipe.steps
     batch_size = args.batch_size or recipe.batch_size
 
+    # Of the weights; rows have their own generators.
     torch.manual_seed(args.seed)
     texts = recipe.texts("train")
     tokenizer = recipe.tokenizer(texts)
@@ -173,6 +175,7 @@ def main() -> None:
             max_steps=steps,
             per_device_train_batch_size=batch_size,
             remove_unused_columns=False,
+            # Rows are random by their index: resumed, training goes on with the next one.
             train_sampling_strategy="sequential",
             logging_steps=20,
             save_steps=args.save_steps,
@@ -185,6 +188,7 @@ def main() -> None:
         optimizers=(optimizer, scheduler),
     )
     begun = any(work.glob("checkpoint-*"))
+    # Trainer raises an error if there is no checkpoint to resume from.
     trainer.train(resume_from_checkpoint=args.resume and begun)
     model.config.use_cache = True  # Trainer turns it off
     model.config.pad_token_id = model.generation_config.pad_token_id = tokenizer.pad_token_id

@@ -10,6 +10,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedConfig
 
 from rope_ext.errors import OptionError, RopeExtError, UnsupportedModelError, first_line
 from rope_ext.patching import current_patch, unpatch
@@ -128,13 +129,27 @@ def memory(
         recent = min(1, RESIDUAL / length)
         stored *= recent + (1 - recent) * packed
         prefill += max(sizes)  # layers are dequantized one at a time
-    text = model.config.get_text_config()
-    queries = text.num_attention_heads
-    keys = text.num_key_value_heads
-    size = getattr(text, "head_dim", None) or text.hidden_size // queries
+    queries, keys, size = heads_of(model.config)
     in_bands = batch * length * size * (3 * dtype.itemsize * (queries + keys) + 3 * 4 * queries)
     weights = sum(p.untyped_storage().nbytes() for p in model.parameters())
     return Memory(weights, stored, prefill, in_bands)
+
+
+def heads_of(config: PreTrainedConfig) -> tuple[int, int, int]:
+    """Return the largest numbers of heads of queries and of keys, and of columns, of any layer."""
+    text: Any = config.get_text_config()
+    # Gemma 4 has heads of two sizes, and refuses to name one for all layers.
+    several = getattr(text, "is_heterogeneous", False)
+    found = list(map(_heads_of_layer, text.per_layer_config if several else [text]))
+    queries, keys, columns = map(max, zip(*found, strict=True))
+    return queries, keys, columns
+
+
+def _heads_of_layer(config: Any) -> tuple[int, int, int]:
+    queries = config.num_attention_heads
+    # Families without grouped keys, such as GPT-NeoX, have no such field.
+    keys = getattr(config, "num_key_value_heads", None) or queries
+    return queries, keys, getattr(config, "head_dim", None) or config.hidden_size // queries
 
 
 def _fix_frequencies(model: nn.Module) -> None:

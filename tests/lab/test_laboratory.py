@@ -19,7 +19,9 @@ from lab.laboratory import text as texts
 from lab.laboratory.__main__ import main
 from lab.laboratory.model import Size
 from lab.laboratory.paired import difference
+from lab.laboratory.rates import Rates
 from lab.laboratory.tasks import GIVEN, READ, TASKS, Tasks, problem
+from lab.laboratory.training import Training
 from rope_ext.errors import MeasureError
 
 SMALL = Size(width=32, layers=1, heads=4)
@@ -107,6 +109,17 @@ def test_a_problem_is_solved_only_if_all_of_its_answer_and_its_end_are_right() -
     assert known["exact"] == {name: dict.fromkeys(READ, 1.0) for name in tasks.names}
     assert endless["exact"] == {name: dict.fromkeys(READ, 0.0) for name in tasks.names}
     assert known["refused"] == {}
+
+
+@pytest.mark.parametrize("weight", [math.nan, 3e38])
+def test_a_training_whose_loss_is_not_finite_has_diverged(weight: float) -> None:
+    """Also in the last step, whose loss no other one follows."""
+    ids = torch.zeros((1, 8), dtype=torch.long)
+    weights = torch.zeros((1, 8))
+    weights[0, 5] = weight  # times a loss of several nats, this is infinite
+    subject = SimpleNamespace(trained=8, steps=1, rows_of=lambda seed, step: (ids, weights))
+    with pytest.raises(FloatingPointError, match="0 steps"):
+        Training(SMALL, 0.01, CPU).train(subject, "rope", 0, Rates(), tell=lambda text: None)
 
 
 def test_differences_are_paired_by_seed() -> None:

@@ -40,6 +40,13 @@ def test_models_that_are_compared_share_their_weights_and_nothing_else() -> None
     assert not other.model.rotary_emb.inv_freq.equal(before)
 
 
+def test_parts_that_measure_nothing_are_refused(tmp_path: Path) -> None:
+    words = ["--small", "--device", "cpu", "--parts", "decoding", "--method", "yarn"]
+    with pytest.raises(SystemExit) as ended:
+        speed.main([*words, "--output", str(tmp_path)])
+    assert ended.value.code == 2
+
+
 @pytest.mark.slow
 def test_one_command_measures_everything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture

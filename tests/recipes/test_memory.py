@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from recipes import memory, settings, shapes
 from recipes.shapes import SHAPES, config_of
-from rope_ext.errors import Mistakes
+from rope_ext.errors import Mistakes, OptionError
+from tests.families.zoo import tiny_of
 from tests.helpers.models import tiny_llama
 
 ROOT = Path(__file__).parents[2]
@@ -166,3 +168,36 @@ def test_a_target_length_needs_no_configuration_from_the_hub(
         Mistakes(),
     )
     assert recipe.factor == 8
+
+
+def test_a_recipe_without_a_model_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Unless the shape of a model is given."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("length: 64\n", encoding="utf-8")
+    with pytest.raises(SystemExit) as ended:
+        memory.main([str(recipe)])
+    assert ended.value.code == 2
+    assert "--model is missing" in capsys.readouterr().err
+    shape = "hidden=64,layers=2,heads=4,kv_heads=2,intermediate=128,vocab=256"
+    memory.main([str(recipe), "--shape", shape])
+    assert "parameters" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("family", ["GPTNeoX", "Falcon"])
+def test_other_families_are_counted_or_refused_in_one_line(family: str) -> None:
+    """Keys that are not grouped; a step that does not run on tensors without values."""
+    config = tiny_of(getattr(transformers, f"{family}ForCausalLM")).config
+    config.max_position_embeddings = 64
+    words = ["--dataset", "x", "--length", "32", "--lora_target", "all-linear", "--use_cpu", "true"]
+    recipe, args = settings.parse([*words, "--model", "x", "--factor", "4", "--chunked_loss", "0"])
+    try:
+        found = memory.need(recipe, args, config)
+    except OptionError as error:
+        assert family == "Falcon" and "cannot be estimated" in str(error)
+        return
+    heads = config.num_attention_heads
+    columns = config.hidden_size // heads
+    rows = args.per_device_train_batch_size
+    assert found.keys == 2 * rows * 32 * heads * columns * 4

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, Llama4ForCausalLM
 
 import rope_ext
 from recipes import finetune, memory, settings
 from rope_ext import OptionError
+from tests.families.zoo import tiny_of
 from tests.helpers.models import tiny_llama
 from tests.helpers.recipe_runs import arguments
 
@@ -104,6 +105,16 @@ def test_a_run_with_options_of_peft(
     more = {"lora_options": json.dumps(options), "lora_target": "all-linear"}
     finetune.main(arguments(checkpoint, texts, tmp_path / "run", **more))
     assert rope_ext.describe(rope_ext.from_pretrained(tmp_path / "run")).target_length == 512
+
+
+def test_lora_on_a_router_is_refused_before_the_weights_are_loaded(
+    checkpoint: Path, tmp_path: Path, refused: Callable[..., None]
+) -> None:
+    """Whose layer is a linear one that returns two tensors."""
+    folder = tmp_path / "model"
+    tiny_of(Llama4ForCausalLM, max_position_embeddings=128).config.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(checkpoint).save_pretrained(folder)
+    refused("forward fails.*--lora_target", model=folder, lora_target="all-linear")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")

@@ -174,7 +174,8 @@ def test_schemes_are_named_and_one_runs(checkpoint: Path, texts: Path, tmp_path:
         "cream": CREAM(512),
     }.items():
         words = arguments(checkpoint, texts, tmp_path / "run", positions=name, **given)
-        assert finetune.scheme(settings.parse(words)[0], 512) == made
+        recipe, _ = settings.parse(words)
+        assert finetune.scheme(recipe, trained=128, target=512) == made
     finetune.main(words)
     ((_, loss, norm),) = history(tmp_path / "run" / "checkpoint-1")
     assert loss > 0 and norm > 0
@@ -212,6 +213,21 @@ def test_a_run_on_mixed_windows(
             assert torch.equal(model(ids).logits, short)
             long = model(ids.repeat(1, 2)).logits
         assert not torch.equal(model(ids.repeat(1, 2)).logits, long)
+
+
+def test_windows_have_the_trained_length_for_any_factor(
+    checkpoint: Path, texts: Path, tmp_path: Path, weights: None
+) -> None:
+    """Also where the target divided by the factor is less in floating point: 112 / 1.12."""
+    more = {"original_max_position_embeddings": 100, "factor": 1.12, "length": 110}
+    more |= {"method": "dynamic_yarn", "pose_chunks": None, "positions": "mixed_windows"}
+    recipe, args, plan = finetune.prepare(arguments(checkpoint, texts, tmp_path, **more))
+    collator = finetune.collator_of(recipe, args, plan)
+    rows = [{"input_ids": range(110), "index": index} for index in range(40)]
+    drawn = collator(rows)["position_ids"]
+    starts = {int(row.diff().argmin()) + 1 for row in drawn if row[-1] < 100}
+    assert starts == {100}
+    assert "100,112" in finetune.next_command(recipe, args, plan)
 
 
 def test_the_rows_of_released_pose_are_documents(checkpoint: Path, texts: Path) -> None:

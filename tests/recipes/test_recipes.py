@@ -202,9 +202,9 @@ def test_tied_weights_stay_tied(tmp_path: Path, ids: torch.Tensor) -> None:
 
 def test_loraplus_trains_b_faster(checkpoint: Path, texts: Path, tmp_path: Path) -> None:
     words = arguments(checkpoint, texts, tmp_path / "run", loraplus_ratio=16, weight_decay=0.1)
-    recipe, args = settings.parse(words)
-    model = finetune.build(recipe, AutoConfig.from_pretrained(checkpoint))
-    optimizer = finetune.LongTrainer(recipe, model, args).create_optimizer()
+    recipe, args, plan = finetune.prepare(words)
+    model = finetune.build(recipe, plan.config)
+    optimizer = finetune.LongTrainer(recipe, model, args, plan=plan).create_optimizer()
     rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -221,9 +221,10 @@ def test_scales_of_a_temperature_have_their_own_rate(
     more: dict, checkpoint: Path, texts: Path, tmp_path: Path
 ) -> None:
     given = {"weight_decay": 0.1, "temperature_lr": 0.3, **SSMAX, **more}
-    recipe, args = settings.parse(arguments(checkpoint, texts, tmp_path / "run", **given))
-    model = finetune.build(recipe, AutoConfig.from_pretrained(checkpoint))
-    optimizer = finetune.LongTrainer(recipe, model, args).create_optimizer()
+    words = arguments(checkpoint, texts, tmp_path / "run", **given)
+    recipe, args, plan = finetune.prepare(words)
+    model = finetune.build(recipe, plan.config)
+    optimizer = finetune.LongTrainer(recipe, model, args, plan=plan).create_optimizer()
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     assert len(groups) == len(trained)

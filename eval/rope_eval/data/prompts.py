@@ -23,6 +23,7 @@ Ids = TypeVar("Ids", bound=Sequence[int])
 
 def encode(tokenizer: Any, text: str) -> list[int]:
     """Tokenize ``text``, without special tokens."""
+    # verbose: or it warns of texts that are longer than its model.
     return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 

@@ -46,6 +46,7 @@ def write_model(model: nn.Module, path: str | Path) -> None:
     writer.add_token_scores([0.0] * size)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
+    # The engine has to read the same tokens as transformers.
     writer.add_add_bos_token(False)
     arch = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == family.name)
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
@@ -53,6 +54,7 @@ def write_model(model: nn.Module, path: str | Path) -> None:
         for part, piece in _parts(
             name, values=tensor.detach().float().cpu(), config=config, family=family
         ):
+            # llama.cpp then reads the embedding instead.
             if part == "lm_head.weight" and config.tie_word_embeddings:
                 continue
             written = names.get_name(part, (".weight", ".bias"))
@@ -100,7 +102,8 @@ def _write_feed_forward(writer: Any, config: Any) -> None:
 def _write_heads(writer: Any, config: Any, kinds: Sequence[str], dim: int) -> None:
     """Write numbers and sizes of heads; ``dim`` is the size of those that rotate."""
     key_heads = config.num_key_value_heads
-    keys, values = dim, dim
+    keys = dim
+    values = dim
     if getattr(config, "kv_lora_rank", None):  # all heads share one cached key
         keys = config.kv_lora_rank + dim
         values = config.kv_lora_rank
@@ -146,6 +149,8 @@ def _parts(
         yield from _latent_parts(name, values, config)
     elif "in_proj_qkvz" in name:
         yield from _linear_parts(name, values, config)
+    # As the converter writes them: decay itself, convolutions of two dimensions, scales of norms
+    # with the 1 that transformers adds.
     elif name.endswith(".A_log"):
         yield name, -values.exp()
     elif ".conv" in name and values.ndim == 3:

@@ -148,6 +148,7 @@ def judge(
 
     differences = {name: distance(got, row) for name, row in expected.items()}
     nearest = min(differences, key=differences.__getitem__)
+    # "not <=" also for NaN, which a broken engine returns.
     if not differences[nearest] <= rounding:
         return "other", (), differences
     near = _APART * max(differences[nearest], _FLOOR)
@@ -255,7 +256,10 @@ class Miniature:
             return rows
         known = [(self.scaling.inv_freq, self.scaling.scaling)]
         for name, inv_freq, number in self._mistakes(self.scaling, factor_error):
-            equal = (torch.allclose(inv_freq, f, 1e-6, 0) and number == n for f, n in known)
+            # Equal hypotheses could not be told apart.
+            equal = (
+                torch.allclose(inv_freq, f, rtol=1e-6, atol=0) and number == n for f, n in known
+            )
             if not any(equal):
                 known.append((inv_freq, number))
                 (site,) = find_sites(text_decoder(model))
@@ -304,6 +308,7 @@ def _small(config: Any) -> PreTrainedModel:
     config = _small_config(config)
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     with torch.random.fork_rng(devices=[]), torch.no_grad():
+        # Fixed: the process that asks a server builds the miniature again that another one wrote.
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config).float().eval()
         _draw(model, dim)
@@ -385,6 +390,7 @@ def verify(
     count = float(returned.mean())
     sizes = [*map(len, prompts)]
     notes = []
+    # The last of each group of consecutive lengths.
     lengths = tuple(size for size in sizes if size + 1 not in sizes)
     if verdict == "cannot tell":
         notes.append(
@@ -424,6 +430,7 @@ def write(miniature: Miniature, folder: Path) -> tuple[dict[str, str], list[str]
     whole = miniature.as_saved
     (miniature.model if whole else miniature.plain).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
+    # ``export`` prints this as the model to serve.
     miniature.model.config._name_or_path = str(folder)
     commands = {}
     refusals = []
@@ -443,7 +450,9 @@ def write(miniature: Miniature, folder: Path) -> tuple[dict[str, str], list[str]
 
 def tiny_tokenizer() -> FastTokenizer:
     """Build a tokenizer with tokens ``t3``, ``t4``, ..., whose names contain their IDs."""
-    unknown, begin, end = ("<unk>", "<s>", "</s>")
+    unknown = "<unk>"
+    begin = "<s>"
+    end = "</s>"
     names = [unknown, begin, end, *(f"t{i}" for i in range(3, _VOCABULARY))]
     words = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unknown))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -546,6 +555,7 @@ def completed(
     body = {
         "prompt": list(prompt),
         "max_tokens": 1,
+        # Some servers scale log-probabilities by it.
         "temperature": 1.0,
         "logprobs": vocabulary if top is None else top,
         "return_tokens_as_token_ids": True,  # vLLM; other servers return text

@@ -41,6 +41,7 @@ def spectrum(axes: Any, rope: Rope, methods: Lines, length: int) -> None:
     """Plot the frequency of every pair, with its wavelength on the right axis."""
     for label, method in methods.items():
         values = method.frequencies(rope, length)
+        # Pairs at rest have no place on a logarithmic axis; the legend counts them.
         rest = int((values == 0).sum())
         values = values.where(values > 0, math.nan)
         _line(
@@ -72,7 +73,8 @@ def angles(axes: Any, rope: Rope, methods: Lines, length: int) -> None:
             y=values.where(values > 0, math.nan),
         )
     bottom, top = axes.dataLim.intervaly
-    bottom, top = bottom / 3, 2 * top
+    bottom = bottom / 3
+    top = 2 * top
     trained = rope.length * rope.inv_freq
     seen = trained.where(rope.rotations < 1, top)  # a full rotation covers every angle
     met = f"seen in training ({rope.length} tokens; all angles after a full rotation)"
@@ -82,6 +84,7 @@ def angles(axes: Any, rope: Rope, methods: Lines, length: int) -> None:
 
 
 def decay(axes: Any, rope: Rope, methods: Lines, length: int) -> None:
+    """Plot :func:`decay_at` by distance, for methods that rotate: means, and ranges nearby."""
     distance, bins, places = _nearby(length)
     for label, method in methods.items():
         if rotates(rope, method):

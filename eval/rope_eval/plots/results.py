@@ -121,7 +121,8 @@ def draw_depths(
     """Plot rates, by (system, length, depth bin): one heat map per system, depths as rows."""
     systems, lengths = _axes_of(estimates)
     depths = 1 + max(depth for _, _, depth in estimates)
-    width, height = max(1.6, _CELL * len(lengths) + 0.1), 0.32 * depths + 0.9
+    width = max(1.6, _CELL * len(lengths) + 0.1)
+    height = 0.32 * depths + 0.9
     across = max(1, min(len(systems), 3, int((_WIDTH - 1.2) // width)))
     down = math.ceil(len(systems) / across)
     figure = style.figure_of(max(5.0, width * across + 1.4), max(3.0, height * down + 0.8))
@@ -132,9 +133,11 @@ def draw_depths(
         image = axes.imshow(rates, vmin=0, vmax=1, cmap="cividis", aspect="auto")
         for row, values in enumerate(rates):
             for column, value in enumerate(values):
+                # Low rates are dark.
                 colour = "black" if value > 0.45 else "white"
                 axes.text(column, row, f"{100 * value:.0f}", ha="center", va="center",
                           fontsize=9, color=colour)  # fmt: skip
+        # Between the column of the trained length and the next one.
         edge = sum(length <= trained[system] for length in lengths) - 0.5
         axes.axvline(edge, color="#D55E00", linewidth=2)
         axes.set_title("\n".join(wrap(_title(system), int(13 * width))), fontsize=10)

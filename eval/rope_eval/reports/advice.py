@@ -41,6 +41,7 @@ def engines_of(systems: Sequence[System], arguments: Sequence[Any]) -> dict[str,
         for system in systems:
             if built(system.method, system.options).replaces_attention:
                 continue  # no engine supports its layers
+            # A patch that needs weights has no engine here; the report does not fail for it.
             with suppress(RopeExtError), under(model, system.method, system.options, *arguments):
                 found[system.label] = engines_for(model)
     return found
@@ -249,7 +250,10 @@ class Advice(Results):
         settings = self.plan.settings
         method = self._methods(model)[0]
         return training_command(
-            *(model, method, trained, extended_length(settings.factor, trained)),
+            model=model,
+            method=method,
+            trained=trained,
+            target=extended_length(settings.factor, trained),
             options=settings.options.get(method),
             compose=bool(settings.compose),
             text=str(self._texts[0]) if self._texts else None,
@@ -261,6 +265,7 @@ class Advice(Results):
         """Options of the tasks of ``compare`` that differ from their defaults."""
         tasks = [task for task in self.plan.tasks if isinstance(task, (Perplexity, Passkey))]
         every = [(f, getattr(task, f.name)) for task in tasks for f in option_fields(type(task))]
+        # The protocol "ending" is what a default of None becomes.
         return {f.name: value for f, value in every if value not in (f.default, "ending")}
 
     @property

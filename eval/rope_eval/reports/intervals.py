@@ -77,6 +77,7 @@ def sum_ends(
     some = np.where(total > 0, total, 1)  # of equal values, the interval is their mean
     parts = (variance**2 / freedom).sum(0)
     t = _student(np.where(total > 0, total**2 / np.where(parts > 0, parts, 1), 1), confidence)
+    # Hall's second-order term: (1 + 2 t**2) times the skewness of the mean, over 6.
     shift = third.sum(0) / some**1.5 / 6 * (1 + 2 * t * t)
     middle = value.sum(0)
     error = np.sqrt(total)
@@ -130,7 +131,8 @@ def paired_ends(
     centre = gaps.sum(-1) / count
     spread = ((gaps**2).sum(-1) + 2) / count - centre**2
     half = _student(count - 1, confidence) * np.sqrt(spread / (count - 1))
-    low, high = np.maximum(centre - half, -1), np.minimum(centre + half, 1)
+    low = np.maximum(centre - half, -1)
+    high = np.minimum(centre + half, 1)
     whole = ((one % 1 == 0) & (other % 1 == 0)).all(-1)
     # For answers that are only right or wrong, the exact test has the last word.
     doubtful = whole & (mcnemar((gaps > 0).sum(-1), (gaps < 0).sum(-1)) > 1 - confidence)
@@ -142,7 +144,8 @@ def mcnemar(one: ArrayLike, other: ArrayLike) -> np.ndarray:
     """Return the two-sided p of the exact McNemar test, for trials that only one system answers."""
     from scipy.special import bdtr
 
-    one, other = np.asarray(one), np.asarray(other)
+    one = np.asarray(one)
+    other = np.asarray(other)
     return np.minimum(2 * bdtr(np.minimum(one, other), one + other, 0.5), 1)
 
 

@@ -93,6 +93,7 @@ def render(
     from jinja2 import Environment
 
     text = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    # Names of files and models, which may be foreign, must not be markup.
     return Environment(autoescape=True, finalize=_literal).from_string(text).render(locals())
 
 

@@ -12,6 +12,7 @@ neither.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -42,6 +43,11 @@ class Scores:
 
     def passes_at(self, lengths: Sequence[int]) -> list[float]:
         return [x for length in lengths for x in self.passes.get(length, ())]
+
+    def rate_at(self, lengths: Sequence[int]) -> summary.Estimate | None:
+        """Return the share that was found at these lengths together; None without any."""
+        passes = self.passes_at(lengths)
+        return summary.estimate_rate(passes) if passes else None
 
     def losses_at(self, lengths: Sequence[int]) -> list[float]:
         """Return each document's mean loss over these lengths; none if there are no losses."""
@@ -147,17 +153,18 @@ class Recommendation:
         unpatched = scores[UNPATCHED]
         lengths = sorted(unpatched.losses or unpatched.passes)
         self.measures = f"perplexity or {things}" if unpatched.losses else things
-        self.within = [length for length in lengths if length <= trained]
-        self.far = [length for length in lengths if length > trained]
+        beyond = bisect_right(lengths, trained)
+        self.within = lengths[:beyond]
+        self.far = lengths[beyond:]
         names = [name for name in scores if name != UNPATCHED]
         self.weights = unpatched.weights or None
+        # Bonferroni: each method is compared with the unpatched model.
         self.confidence = 1 - (1 - CONFIDENCE) / max(1, len(names))
-        passes = unpatched.passes_at(self.within)
-        self.found_within = summary.estimate_rate(passes) if passes else None
+        self.found_within = unpatched.rate_at(self.within)
         # An embedder chooses one of many documents, so even few questions are no chance.
         enough = MIN_FOUND if unpatched.losses else 0
         self.counts = self.found_within is not None and self.found_within.value >= enough
-        self.methods = [self._evidence(name) for name in names] if self.far else []
+        self.methods = list(map(self._evidence, names)) if self.far else []
         self.beyond = self._pick(self.methods)
         self.cheap = self._pick([e for e in self.methods if e.cheap])
         self.served = self._pick([e for e in self.methods if e.engines])
@@ -195,7 +202,6 @@ class Recommendation:
     def _evidence(self, name: str) -> Evidence:
         score = self.scores[name]
         unpatched = self.scores[UNPATCHED]
-        passes = score.passes_at(self.far)
         cost = None
         losses = score.losses_at(self.far)
         if (at := self.within[-1:]) and losses:
@@ -210,7 +216,7 @@ class Recommendation:
         return Evidence(
             name=name,
             loss=summary.weighted_mean(losses, self.weights) if losses else None,
-            found=summary.estimate_rate(passes) if passes else None,
+            found=score.rate_at(self.far),
             cost=cost,
             lost=self._rates(UNPATCHED, name, self.within),
             helps=better and not worse,
@@ -221,6 +227,7 @@ class Recommendation:
     def _pick(self, methods: Sequence[Evidence]) -> Pick | None:
         if not methods:
             return None
+        # First what finds clearly less than the leader is out, then perplexity decides.
         leader = max(methods, key=lambda e: e.found.value if self.counts and e.found else 0.0)
         left = [e for e in methods if not self._fewer(e.name, leader.name)]
         best, *others = sorted(left, key=_rank)

@@ -58,35 +58,32 @@ class Report(Advice):
     @cached_property
     def essentials(self) -> list[str]:
         """Conditions to quote with every number: settings, tasks, versions."""
-        settings = self.plan.settings
         identity = next(iter(self.plan.identities.values()))
-        rows = [f"{s.served_model_name} served at {s.url}" for s in settings.servers]
-        if rows:
-            rows.append(f"prompts by {settings.api}")
-        else:
-            of = "float32" if identity["device"] == "cpu" else "of the checkpoint"
-            rows = [f"factor {settings.factor:g}"]
-            rows += [system.label for system in self.plan.systems if system.label != system.method]
-            rows += [f"adapter {short_name(settings.adapter)}"] if settings.adapter else []
-            rows += [f"dtype {settings.dtype}" + f" ({of})" * (settings.dtype == "auto")]
-            rows += [f"device {identity['device']}"]
-        rows.append(f"seed {settings.seed}")
+        rows = [*self._conditions(identity), f"seed {self.plan.settings.seed}"]
         for model, used in self.plan.chat.items():
             of = f" for {model}" if len(self.plan.chat) > 1 else ""
             rows.append(f"{'' if used else 'no '}chat template{of}")
-        asked = []
-        for task in self.plan.tasks:
-            values = {k: v for k, v in task_options(task).items() if v not in _UNSET}
-            said = ", ".join(f"{name}={_short(value)}" for name, value in values.items())
-            asked.append(f"{task.name} ({said})" if said else task.name)
         versions = identity["versions"]
         told = [f"{n} {versions[n]}" for n in ("rope_ext", "torch", "transformers", "python")]
         return [
             *self.reading,
             f"Settings: {', '.join(rows)}.",
-            f"Tasks: {', '.join(dict.fromkeys(asked))}.",
+            f"Tasks: {', '.join(dict.fromkeys(map(_asked, self.plan.tasks)))}.",
             f"Versions: {', '.join(told)}.",
         ]
+
+    def _conditions(self, identity: Mapping[str, Any]) -> list[str]:
+        """What was measured: servers, or methods, adapter, dtype and device in this process."""
+        settings = self.plan.settings
+        served = [f"{s.served_model_name} served at {s.url}" for s in settings.servers]
+        if served:
+            return [*served, f"prompts by {settings.api}"]
+        of = "float32" if identity["device"] == "cpu" else "of the checkpoint"
+        rows = [f"factor {settings.factor:g}"]
+        rows += [system.label for system in self.plan.systems if system.label != system.method]
+        rows += [f"adapter {short_name(settings.adapter)}"] if settings.adapter else []
+        rows += [f"dtype {settings.dtype}" + f" ({of})" * (settings.dtype == "auto")]
+        return [*rows, f"device {identity['device']}"]
 
     def print(self) -> None:
         """Print the tables, their definitions and the recommendation; without wrapping in files."""
@@ -289,6 +286,13 @@ def task_options(task: Task) -> dict[str, Any]:
 
 
 _UNSET = (None, False, (), [], "")
+
+
+def _asked(task: Task) -> str:
+    """The name of a task, with its options that are set."""
+    values = {k: v for k, v in task_options(task).items() if v not in _UNSET}
+    said = ", ".join(f"{name}={_short(value)}" for name, value in values.items())
+    return f"{task.name} ({said})" if said else task.name
 
 
 def _short(value: Any) -> str:

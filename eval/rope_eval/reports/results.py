@@ -81,6 +81,7 @@ class Results:
         """Mean over the tasks of a suite; its interval is that of a rate with the same variance."""
         tasks = [self.estimates[task.name, system, length] for task in self.suites[suite]]
         mean = math.fsum(task.value for task in tasks) / len(tasks)
+        # The mean of k tasks of n prompts has the variance of a rate of k**2 / sum(1 / n) prompts.
         count = len(tasks) ** 2 / math.fsum(1 / task.count for task in tasks)
         interval = rate_interval(min(mean * count, count), count)
         return Estimate(mean, *interval, sum(task.count for task in tasks))
@@ -118,6 +119,7 @@ class Results:
                 if system.method == UNPATCHED or length is None:
                     continue
                 names = (system.name, self.unpatched(system).name)
+                # A positive cost is worse: perplexity that is added, or answers that are lost.
                 names = names[::-1] if task.kind == "rate" else names
                 costs[task.name, system.name] = self._gap(task, names, [length])
         return costs

@@ -48,6 +48,7 @@ def estimate_perplexity(
 
 def estimate_rate(passes: Sequence[float]) -> Estimate:
     """Compute the mean share of answers found, with its exact interval."""
+    # Sums of shares may exceed the number of prompts by rounding.
     total = min(math.fsum(passes), len(passes))
     return Estimate(total / len(passes), *rate_interval(total, len(passes)), len(passes))
 
@@ -79,8 +80,9 @@ def difference(one: Sequence[Outcome], other: Sequence[Outcome], kind: str) -> E
         return None
     if kind == "rate":
         return rate_difference([o.value for o in one], [o.value for o in other])
-    (a, weights), (b, _) = by_document(one), by_document(other)
-    return loss_difference(a, b, weights)
+    losses, weights = by_document(one)
+    others, _ = by_document(other)
+    return loss_difference(losses, others, weights)
 
 
 def loss_difference(

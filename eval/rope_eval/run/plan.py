@@ -85,6 +85,7 @@ class Plan:
     def batches(self, system: System) -> list[list[Case]]:
         """Return the forwards of ``system``, longest first; rows of a batch are similar."""
         groups: dict[tuple, list[Case]] = {}
+        # The longest first: if memory does not suffice, the run ends early.
         for case in sorted(self.cases(system), key=lambda case: (-case.length, -case.tokens)):
             # Rows that are generated together write up to the same number of tokens.
             written = case.count if case.mode == "write" else None
@@ -145,39 +146,52 @@ def prepare(settings: Settings, tasks: Sequence[Task]) -> Plan:
         force=settings.force,
     )
     parts = _parts(tasks, settings)
-    embeds = any(task.embeds for task in parts)
+    # Before tokenizers and texts are read, which takes longer.
     require_free(settings)
     Folder(settings.output).check(written(parts))
     read = {model: _read(model, settings) for model in settings.models}
     configs = {model: config for model, (config, _) in read.items()}
     trained = {model: length for model, (_, length) in read.items()}
-    if not embeds and not settings.url:
-        for model, config in configs.items():
-            models.require_causal(model, config)
+    _require_causal(settings, parts, configs)
     asked = tuple(sorted(set(settings.lengths)))
     notes = list(beyond(methods, lengths=asked, trained=trained, force=settings.force))
     if not settings.url:
         notes += saved_otherwise(configs)
     frames = {model: _frame(model, settings) for model in settings.models}
     chosen = _chosen(frames, parts, asked, trained=trained.values(), seed=settings.seed)
-    lengths = chosen.lengths
     notes += chosen.notes
     identities = _identities(settings, configs, trained)
     systems = list(_systems(settings, methods, configs, identities=identities))
-    if embeds:
-        systems = [one for system in systems for one in _with_cut(system, max(lengths))]
-    prompted = any(task.kind == "rate" for task in parts) and not embeds
-    chat = {model: frame.around is not None for model, frame in frames.items()} if prompted else {}
+    if _embeds(parts):
+        longest = max(chosen.lengths)
+        systems = [one for system in systems for one in _with_cut(system, longest)]
     return Plan(
         settings=settings,
         tasks=parts,
-        lengths=lengths,
+        lengths=chosen.lengths,
         systems=tuple(systems),
         questions=chosen.questions,
         identities=identities,
         notes=tuple(dict.fromkeys(notes)),
-        chat=chat,
+        chat=_chat(frames, parts),
     )
+
+
+def _embeds(tasks: Sequence[Task]) -> bool:
+    return any(task.embeds for task in tasks)
+
+
+def _require_causal(settings: Settings, tasks: Sequence[Task], configs: Mapping[str, Any]) -> None:
+    """Raise MeasureError for a model that does not write text, where tasks need one."""
+    if not _embeds(tasks) and not settings.url:
+        for model, config in configs.items():
+            models.require_causal(model, config)
+
+
+def _chat(frames: Mapping[str, Frame], tasks: Sequence[Task]) -> dict[str, bool]:
+    """Say for each model whether prompts use its chat template; empty if no task has prompts."""
+    prompted = any(task.kind == "rate" for task in tasks) and not _embeds(tasks)
+    return {model: frame.around is not None for model, frame in frames.items() if prompted}
 
 
 def _frame(model: str, settings: Settings) -> Frame:
@@ -333,6 +347,7 @@ def _systems(
             first = f"{short if shorts.count(short) == 1 else model} "
         for method, options, adapted, stage in _rows(settings, methods):
             identity = dict(identities[model])
+            # What is measured without the adapter also counts beside another one.
             if not adapted:
                 identity["adapter"] = None
             named = label(method, options, settings.factor) + stage
@@ -340,8 +355,17 @@ def _systems(
             dynamic = dynamic or models.is_dynamic(configs[model])
             key = digest(identity, method, options)
             trained = identity["trained_length"]
-            known = (model, method, options, trained, dynamic, key, adapted)
-            yield System(first + named, named, *known)
+            yield System(
+                name=first + named,
+                label=named,
+                model=model,
+                method=method,
+                options=options,
+                trained=trained,
+                is_dynamic=dynamic,
+                identity=key,
+                adapted=adapted,
+            )
 
 
 def _with_cut(system: System, longest: int) -> Iterator[System]:

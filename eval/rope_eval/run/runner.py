@@ -32,7 +32,7 @@ from rope_eval.cases import (
     tail,
 )
 from rope_eval.embedder import Embedder, Recipe
-from rope_eval.folder import HIDDEN, log_name, world_size, writing
+from rope_eval.folder import HIDDEN, Log, log_name, world_size, writing
 from rope_eval.forward import Advance, cost, score, write
 from rope_eval.run.plan import Plan, automatic_tokens, require_free, rows_per_forward
 from rope_eval.run.served import Served
@@ -120,17 +120,10 @@ def _measure(
     advance: Advance,
 ) -> None:
     """Do this process's share of the work; every outcome goes into its log and into ``done``."""
-    settings = plan.settings
-    harness = [task for task in plan.tasks if isinstance(task, HarnessTask)]
-    log = case_log(settings.output / log_name(ranks.rank))
+    log = case_log(plan.settings.output / log_name(ranks.rank))
     log.open()
-
-    def record(outcomes: Iterable[Outcome]) -> None:
-        for outcome in outcomes:
-            if outcome.key not in done:
-                log.add(outcome.to_line())
-                done[outcome.key] = outcome
-
+    record = partial(_record, log=log, done=done)
+    harness = [task for task in plan.tasks if isinstance(task, HarnessTask)]
     # Systems of a model are adjacent, so that it is loaded once.
     for name, systems in groupby(plan.systems, key=lambda system: system.model):
         # Every process asks about the same systems, so that all know the same refusals.
@@ -138,12 +131,7 @@ def _measure(
         if not systems:
             continue
         runner = _runner(plan, name, ranks.device)
-        for system in systems:  # report methods that cannot be applied before measuring
-            if _refused(plan, runner, system):
-                advance(sum(map(_work, work[system])))
-        for system in systems:
-            if system.name in plan.refused:
-                continue
+        for system in _accepted(plan, runner, systems, work=work, advance=advance):
             with runner.applied(system):
                 for results in runner.results(system, work[system]):
                     record(_outcome(system, case, result) for case, result in results)
@@ -154,6 +142,32 @@ def _measure(
                     plan.harness[system.name] = [outcome.key for outcome in found]
                     record(found)
         del runner  # free it before loading the next one
+
+
+def _record(outcomes: Iterable[Outcome], log: Log, done: dict[str, Outcome]) -> None:
+    """Log the outcomes that are new; a batch that is repeated has some that are known."""
+    for outcome in outcomes:
+        if outcome.key not in done:
+            log.add(outcome.to_line())
+            done[outcome.key] = outcome
+
+
+def _accepted(
+    plan: Plan,
+    runner: Loaded | Served,
+    systems: Sequence[System],
+    work: Mapping[System, Sequence[Sequence[Case]]],
+    advance: Advance,
+) -> list[System]:
+    """Return the systems that the model takes; the work of the others counts as done."""
+    accepted = []
+    # All are tried before any is measured: a refusal should not come after hours.
+    for system in systems:
+        if _refused(plan, runner, system):
+            advance(sum(map(_work, work[system])))
+        else:
+            accepted.append(system)
+    return accepted
 
 
 def _runner(plan: Plan, name: str, device: str) -> Runner | EmbeddingRunner | Served:
@@ -203,7 +217,7 @@ def _refused(plan: Plan, runner: Loaded | Served, system: System) -> bool:
     try:
         with runner.applied(system):
             return False
-    except MeasureError:
+    except MeasureError:  # of a server or a broken model, not about the method
         raise
     except RopeExtError as error:
         plan.refused[system.name] = str(error)
@@ -318,6 +332,7 @@ class Runner(Loaded):
     def results(
         self, system: System, batches: Sequence[Sequence[Case]]
     ) -> Iterator[list[tuple[Case, Result]]]:
+        """Yield the cases of each batch with their results, a batch as soon as it is measured."""
         for batch in batches:
             if system.is_dynamic:  # resets the longest length seen by transformers' dynamic scaling
                 score(self.model, rows=[[self.pad] * 2], tail=1, pad=self.pad)
@@ -384,12 +399,14 @@ class EmbeddingRunner(Loaded):
     def results(
         self, system: System, batches: Sequence[Sequence[Case]]
     ) -> Iterator[list[tuple[Case, Result]]]:
+        """Yield the questions of each batch with the rank of their document."""
         for batch in batches:
             candidates = batch[0].candidates
             assert candidates is not None  # of the mode ``rank``, the only one of such tasks
             cut = candidates.documents if system.cut is None else candidates.cut(system.cut)
             documents = self._embedded(system, cut)
             questions = self._embedded(system, [case.ids for case in batch])
+            # In float64, so that rounding of the products makes no ties.
             alike = questions.double() @ documents.double().T
             yield [(case, ranked(case, row)) for case, row in zip(batch, alike, strict=True)]
 
@@ -398,6 +415,7 @@ class EmbeddingRunner(Loaded):
 
         Rows of a forward depend on the texts alone, and so does what a resumed run computes.
         """
+        # Candidates may share texts, and so do questions of several lengths.
         distinct = list({text.tobytes(): text for text in texts}.values())
         size = rows_per_forward(self.settings, max(map(len, distinct)))
         found: dict[bytes, torch.Tensor] = {}

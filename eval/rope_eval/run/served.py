@@ -112,6 +112,7 @@ class Served:
                 else:
                     yield [(case, result)]
         finally:
+            # After an error or Ctrl-C, nobody waits for requests under way: ``close`` ends them.
             pool.shutdown(wait=False, cancel_futures=True)
         if failed:
             raise MeasureError(
@@ -186,6 +187,7 @@ class Served:
 
     def _losses(self, case: Case) -> torch.Tensor:
         """Return negative log likelihoods of all tokens except the first, float64, nats."""
+        # One new token, since servers refuse none.
         found = self._completion(case.ids, 1, echo=True, logprobs=1)
         length = len(case.ids)
         added = 0 if found.read is None else found.read - length

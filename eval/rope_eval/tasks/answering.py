@@ -61,6 +61,7 @@ class Source(NamedTuple):
 def _squad(articles: Sequence[Row]) -> tuple[list[AnsweredQuestion], list[str]]:
     """Return answerable questions (distractors are from the same article), and all documents."""
     parts = [article.rows("paragraphs") for article in articles]
+    # Sorted, since the order of a set depends on the hash seed of the process.
     documents = sorted({part.text("context") for article in parts for part in article})
     number = {text: index for index, text in enumerate(documents)}
     asked = []
@@ -89,6 +90,7 @@ def _hotpotqa(rows: Sequence[Row]) -> tuple[list[AnsweredQuestion], list[str]]:
             texts.append([f"{title}\n{''.join(lines)}" for title, lines in row.value("context")])
         except (TypeError, ValueError):
             raise row.wrong("context", "pairs of a title and its lines") from None
+    # Sorted, as those of SQuAD.
     documents = sorted({text for context in texts for text in context})
     number = {text: index for index, text in enumerate(documents)}
     asked = [
@@ -254,6 +256,7 @@ class Answering(Prompts):
         def build(count: int) -> array:
             # More than there are: all of them again, as in RULER.
             chosen = [order[place % len(order)] for place in range(count)]
+            # A new generator, so that each size has one order however often it is tried.
             random.Random(seed).shuffle(chosen)
             listed = (f"Document {i}:\n{documents[n]}" for i, n in enumerate(chosen, 1))
             content = INTRO + "\n\n".join(listed) + ASK + asked.question

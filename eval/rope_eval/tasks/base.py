@@ -72,6 +72,7 @@ def draws(
     for length in lengths:
         for bin in range(depths or 1):
             at = f":{depths}:{bin}" if depths else ""
+            # One for each length and bin: more lengths or trials leave the other prompts alone.
             rng = random.Random(f"{name}:{seed}:{length}{at}")
             for index in range(trials):
                 depth = (bin + rng.random()) / depths if depths else None
@@ -126,13 +127,24 @@ class Prompts(Task):
     def fill(
         self, build: Callable[[int], Any], length: int, least: int = 0, most: int | None = None
     ) -> tuple[int, Any]:
+        """Return the number of parts of the longest prompt with room for its answer, and its ids.
+
+        ``length`` is in tokens, with the answer; see :func:`fill`.
+        """
         return fill(self.name, build, length, tokens=self.tokens, least=least, most=most)
 
     def case(
         self, length: int, draw: Draw, ids: Any, answers: Sequence[str], judge: Any = None
     ) -> Case:
+        """Return the case of a prompt ``ids``, to be answered by up to ``tokens`` new tokens."""
         return Case(
-            *(self.name, length, draw.number, "write", self.tokens, ids, tuple(answers)),
+            task=self.name,
+            length=length,
+            seed=draw.number,
+            mode="write",
+            count=self.tokens,
+            ids=ids,
+            answers=tuple(answers),
             depth=draw.depth,
             bin=draw.bin,
             judge=judge,
@@ -205,6 +217,7 @@ def chosen(names: Sequence[str]) -> list[type[Task]]:
 
 
 def unknown(name: str, known: Iterable[str], more: str = "") -> OptionError:
+    """Return the error for a name that is not ``known``; ``more`` follows the list of those."""
     known = list(known)
     guess = nearest(name, known) or "."
     return OptionError(f"unknown task {name!r}{guess} Tasks: {', '.join(known)}{more}")

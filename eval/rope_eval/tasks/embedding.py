@@ -198,6 +198,7 @@ class Retrieval(Task):
             (document, slot, (slot + (number + rng.random()) / BINS) / self.facts)
             for document in range(count)
             for slot in range(self.facts)
+            # Bins in turn, so that all depths have as many facts.
             for number in [(document + slot) % BINS]
         ]
         documents = []

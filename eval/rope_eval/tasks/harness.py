@@ -66,6 +66,7 @@ class Harness(Task):
     @property
     def manager(self) -> Any:
         try:
+            # As text, since arguments of a cached function are hashed.
             return _manager(self.include_path, json.dumps(self.metadata or {}))
         except ImportError:
             raise MeasureError(
@@ -210,6 +211,7 @@ def outcomes(
         task_manager=first.manager,
         num_fewshot=first.num_fewshot,
         limit=first.limit,
+        # Intervals are our own.
         bootstrap_iters=0,
         apply_chat_template=chat,
         metadata=first.metadata,
@@ -218,6 +220,7 @@ def outcomes(
     for task in tasks:
         samples = found["samples"][task.name]
         for sample in samples:
+            # A task may read an answer in several ways; a document counts once.
             if sample["filter"] != samples[0]["filter"]:
                 continue
             value = float(sample[task.metric])

@@ -122,6 +122,8 @@ class Needles(Prompts):
             taken = list(dict.fromkeys(owner.values()))
 
             def others(units: int) -> list[str]:
+                # New generators in each call: a larger haystack begins with the lines of a
+                # smaller one, so that its length grows with its size.
                 keys = distinct(self.key_kind, count=units, rng=random.Random(seed), taken=taken)
                 values = distinct(
                     self.value_kind, count=units, rng=random.Random(seed + 1), taken=owner
@@ -179,6 +181,7 @@ class Needles(Prompts):
             return lambda lines: [int(len(lines) * (one / 100)) for one in percent]
         if self.ruler:
             return lambda lines: random.Random(seed).sample(range(len(lines)), count)
+        # Shares of the haystack, so that needles keep their depth when it grows.
         shares = [rng.random() for _ in range(count)]
 
         def anywhere(lines: Sequence[str]) -> list[int]:

@@ -251,6 +251,7 @@ class DataSet(Task):
         """Number of demonstrations; for ``icl``, the benchmark's number at that length."""
         if self.shape.format != "icl":
             return self.shots
+        # Between the benchmark's lengths, as many for each token as at the longest one.
         at = {8192 * 2**number: shots for number, shots in enumerate(self.shape.shots)}
         return at.get(length) or max(1, self.shape.shots[-1] * length // 131072)
 
@@ -349,6 +350,7 @@ class DataSet(Task):
         text = row.text("text")
         labels = self.shape.labels
         rng = random.Random(f"{text}:{seed}")
+        # Labels are numbers in random order, so that only the demonstrations tell them.
         numbers = rng.sample(range(labels), labels)
 
         def number(one: Row) -> str:

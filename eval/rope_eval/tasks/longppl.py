@@ -81,14 +81,14 @@ class LongPPL(Segments):
         from rope_ext.command.method_options import checked_methods
         from rope_ext.saving import checkpoints as models
 
-        how = (given.dtype, given.device, given.attn)
+        how: dict[str, Any] = {"dtype": given.dtype, "device": given.device, "attn": given.attn}
         if self.evaluator is not None:
-            yield models.load_model(self.evaluator, *how, as_saved=True)
+            yield models.load_model(self.evaluator, as_saved=True, **how)
             return
         first, *others = given.models
         if others:
             raise OptionError("several models need one --evaluator that chooses the key tokens")
-        model = models.load_model(first, *how, given.adapter)
+        model = models.load_model(first, adapter=given.adapter, **how)
         if not names:
             yield model
             return
@@ -136,11 +136,16 @@ class LongPPL(Segments):
         return Questions(cases, definition, notes)
 
     def keys(self, model: Any, bos: Sequence[int], text: Sequence[int]) -> set[int]:
+        """Return the places in ``text`` of the tokens that a long context makes much more likely.
+
+        ``bos`` and ``text`` are token ids; see ``GAIN`` and ``LEAST``.
+        """
         from rope_eval.forward import score
 
         row = [*bos, *text]
         long = score(model, [row], len(row) - 1)[0][0]
         short = long.clone()  # at the start, both contexts are equal
+        # One forward scores this many tokens, with the short context before the first of them.
         stride = max(1, self.short_context // 4)
         for begin in range(self.short_context + stride, len(row), stride):
             end = min(len(row), begin + stride)

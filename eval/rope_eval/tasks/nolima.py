@@ -115,6 +115,7 @@ class Book(NamedTuple):
 
     @classmethod
     def from_text(cls, tokenizer: Any, text: str, name: str) -> Book:
+        """Tokenize a text, and find its line breaks; ``name`` is for errors."""
         ids = encode(tokenizer, text)
         breaks = {token: "\n" in tokenizer.decode([token]) for token in set(ids)}
         return cls(ids, [0, *(at for at, token in enumerate(ids) if at and breaks[token])], name)
@@ -172,6 +173,7 @@ class NoLiMa(Task):
             raise OptionError(f"no needles are given; give {OPTION} needle_set.json of NoLiMa")
         if not self.nolima_books:
             raise OptionError(f"no books are given; give {BOOKS} rand_book_1.txt of NoLiMa")
+        # Errors in the files are reported before anything is measured.
         self._read  # noqa: B018
         return [self]
 
@@ -233,6 +235,7 @@ class NoLiMa(Task):
         def build(size: int) -> array:
             text = book.span(frame.tokenizer, size, depth, needle) if size else f" {needle}\n"
             if test.distractor:
+                # A new generator, so that the distractor keeps its share when the text grows.
                 wanted = distractor_depth(depth, size, random.Random(seed)) * len(text)
                 breaks = [at for at, letter in enumerate(text) if letter == "\n"]
                 at = min(breaks, key=lambda place: abs(place - wanted))

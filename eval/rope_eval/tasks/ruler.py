@@ -190,6 +190,7 @@ class CommonWords(Prompts):
         # An entry is a number, a period and a word: at least three tokens.
         most = counts.words + length // (3 * counts.others) + self.common
         words = many_words(most, rng)
+        # The example must not repeat words of the list.
         example = words[: counts.words]
         words = words[counts.words :]
 
@@ -278,6 +279,11 @@ def made(
     haystack: Mapping[str, Any] | None = None,
     **files: str | None,
 ) -> Task:
+    """Build the task of RULER with this name.
+
+    ``trials`` are its prompts at each length, ``new_tokens`` the longest answer (None: RULER's),
+    ``haystack`` is from :func:`read_haystack`, and ``files`` are those of the questions, by option.
+    """
     common: dict[str, Any] = {"trials": trials, "suite": SUITE, "suite_size": SIZE}
     if new_tokens is not None:
         common["tokens"] = new_tokens

@@ -58,6 +58,7 @@ def told(
     units = []
 
     def text(size: int) -> str:
+        # Kept between calls: a longer text begins with the shorter one.
         units.extend(islice(pieces, max(0, size - len(units))))
         places = [int(share * (size + 1)) for share in shares]
         return joint.join(insert(units[:size], facts, places))

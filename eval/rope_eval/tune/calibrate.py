@@ -203,14 +203,18 @@ def _halves(
     for place, name in enumerate(("choosing", "judging")):
         own = rows.some(i for i, half in enumerate(numbers) if half == place)
         inside = tuple(tuple(cut(window, rope.length, first)) for window in own.windows)
+        # No half of one calibration has the prompts of a half of another.
         seed = 2 * given.seed + place
         lengths = (rope.length, target)
-        asked = (lengths, given.prompts, own.windows, seed, given.needle)
-        halves.append(
-            fitness.Sample(
-                name=name, rows=own, prompts=fitness.prompts_of(tokenizer, *asked), inside=inside
-            )
+        prompts = fitness.prompts_of(
+            tokenizer,
+            lengths=lengths,
+            count=given.prompts,
+            texts=own.windows,
+            seed=seed,
+            needle=given.needle,
         )
+        halves.append(fitness.Sample(name=name, rows=own, prompts=prompts, inside=inside))
     if given.prompts and not halves[0].prompts:
         notes.append(
             f"answers do not count: no prompt fits into the {rope.length} trained tokens (the "
@@ -233,6 +237,7 @@ def in_halves(documents: Sequence[int]) -> list[int]:
         return [i % 2 for i in range(len(documents))]
     halves = {}
     filled = [0, 0]
+    # The largest first, each into the emptier half.
     for one, size in Counter(documents).most_common():
         halves[one] = filled.index(min(filled))
         filled[halves[one]] += size
@@ -366,6 +371,7 @@ class Judge:
         if not changes["score"].after < math.inf:
             return ["its loss is NaN or infinite"]
         found = []
+        # Perplexity rises by a share if the loss rises by the logarithm of one more than it.
         limit = math.log1p(self.given.cost)
         for name, length in self.lengths.items():
             change = changes[name]
@@ -409,30 +415,43 @@ class Descent(Judge):
     def _along(self, best: Method, name: str, values: Sequence[Any]) -> Method:
         """Return the best method with another value of one option."""
         line = {self._value(best, name): best}
-
-        def add(value: Any) -> bool:
-            value = round(value, 4) if name == SCALAR else value
-            if value not in line and (candidate := self._made(best, name, value)) is not None:
-                line[value] = candidate
-            return value in line
-
-        def here() -> Any:
-            return min(line, key=lambda value: self.losses.get(_key(line[value]), math.inf))
-
         for value in values:
-            add(value)
+            self._add(line, best, name, value=value)
         if name == SCALAR:
-            for _ in range(_WALK):
-                beyond = here() + (_STEP if here() == max(line) else -_STEP)
-                if min(line) < here() < max(line) or beyond <= 0 or not add(beyond):
-                    break
-            middle = here()
-            below = max((x for x in line if x < middle), default=middle)
-            above = min((x for x in line if x > middle), default=middle)
-            for side in (below, above):
-                if abs(side - middle) > _FINEST:
-                    add((side + middle) / 2)
-        return line[here()]
+            self._walk(line, best)
+            self._halve(line, best)
+        return line[self._lowest(line)]
+
+    def _add(self, line: dict[Any, Method], best: Method, name: str, value: Any) -> bool:
+        """Measure ``best`` with a value of one option; returns whether it is in ``line`` now."""
+        # A value that is reached by different steps is measured once.
+        value = round(value, 4) if name == SCALAR else value
+        if value not in line and (candidate := self._made(best, name, value)) is not None:
+            line[value] = candidate
+        return value in line
+
+    def _lowest(self, line: Mapping[Any, Method]) -> Any:
+        """Return the value with the lowest loss, of those without objections."""
+        return min(line, key=lambda value: self.losses.get(_key(line[value]), math.inf))
+
+    def _walk(self, line: dict[Any, Method], best: Method) -> None:
+        """Go on beyond the end of the grid that is best, until the best value has neighbors."""
+        for _ in range(_WALK):
+            here = self._lowest(line)
+            beyond = here + (_STEP if here == max(line) else -_STEP)
+            if min(line) < here < max(line) or beyond <= 0:
+                break
+            if not self._add(line, best, SCALAR, value=beyond):
+                break
+
+    def _halve(self, line: dict[Any, Method], best: Method) -> None:
+        """Try the middles between the best value and its neighbors, where they are apart."""
+        middle = self._lowest(line)
+        below = max((x for x in line if x < middle), default=middle)
+        above = min((x for x in line if x > middle), default=middle)
+        for side in (below, above):
+            if abs(side - middle) > _FINEST:
+                self._add(line, best, SCALAR, value=(side + middle) / 2)
 
     def _made(self, method: Method, name: str, value: Any) -> Method | None:
         """Measure the method with that value; None if it or the model does not accept the value."""
@@ -443,7 +462,7 @@ class Descent(Judge):
                 if not self.objections(self.changes(candidate)):
                     self.losses[_key(candidate)] = self.scores(candidate).loss
                 self.tried[_key(candidate)] = candidate
-        except MeasureError:
+        except MeasureError:  # such as a full disk, which says nothing of this value
             raise
         except RopeExtError:
             return None

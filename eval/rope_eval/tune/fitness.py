@@ -161,6 +161,7 @@ def prompts_of(
     for length in lengths:
         filler = encode(tokenizer, "".join(islice(cycle(FILLER), length)))
         for turn, hay in enumerate(hays):
+            # By hay and length: a prompt stays the same when others are added or left out.
             rng = random.Random(f"needles:{seed}:{hay}:{length}")
             number = len(range(turn, count, len(hays)))
             for index, text in enumerate(islice(cycle(texts), number)):
@@ -335,6 +336,7 @@ class Trials:
         self.show = lambda **changes: None
         if path is None:
             return
+        # As the log returns them, with lists for tuples.
         settings = json.loads(json.dumps({"format": FORMAT, **settings}))
         self.log = Log(path, to_line({kind: settings}), ROOM)
         with writing(path, "give another output"):
@@ -407,6 +409,7 @@ class Trials:
             prompts = sample.within(self.rope.length).prompts
             for prompt, hit in zip(prompts, self.scores(None, sample).found, strict=True):
                 hits.setdefault(prompt.hay, []).append(hit)
+        # By all samples together, so that what selects and what judges count the same prompts.
         left = [hay for hay, found in hits.items() if sum(found) < MIN_FOUND * len(found)]
         easier = "; an easier one may be found: --needle word" * (self.given.needle == "number")
         notes = [

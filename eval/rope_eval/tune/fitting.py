@@ -73,12 +73,15 @@ def fit(
     decoder = text_decoder(model)
     layers = _layers(decoder)
     parts = _parts(layers)
+    # A caller may be in inference mode, whose tensors take no gradients.
     with torch.inference_mode(False):
         with torch.no_grad(), unpatched(model), evaluating(decoder):
             rows = [_observe(decoder, layers, row) for row in input_ids]
+        # Layers may share their parameters: each part is fitted once, to all of its layers.
         fitted = {part: copy.deepcopy(part) for part in dict.fromkeys(parts.values())}
         values = [value for part in fitted.values() for value in part.parameters()]
         for value in values:
+            # Adam's last steps are smaller than bfloat16 can add.
             value.data = value.data.float()
             value.requires_grad_()
         optimizer = torch.optim.Adam(values, learning_rate)
@@ -123,6 +126,7 @@ def can_fit(method: Method | None) -> bool:
     """Whether a method is an encoding that changes the logits with parameters in the layers."""
     if not (isinstance(method, Encoding) and method.changes_logits()):
         return False
+    # Drawing values must not move the user's generator.
     with torch.random.fork_rng(devices=[]):
         return bool(method.initial(Heads(1, 2, 2)))
 
@@ -152,8 +156,11 @@ def _observe(
         if layer is None or layer.layout is None or layer.biased is None:
             return
         tokens = dense.query.shape[2]
+        # Evenly spaced, the last token among them.
         queries = slice((tokens - 1) % -(-tokens // QUERIES), None, -(-tokens // QUERIES))
         layout = layer.layout
+        # Undo the rotation, since an encoding gets queries and keys without it; in float64, since
+        # an angle of many radians loses its fraction in float32.
         theta = layout.site.loaded.double().to(dense.query.device)
         angles = -torch.arange(tokens, device=theta.device)[:, None] * theta
         back = angles.cos(), angles.sin()

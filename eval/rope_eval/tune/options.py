@@ -144,6 +144,7 @@ class SearchOptions(TuneOptions):
     )
 
     def __post_init__(self) -> None:
+        # First: the checks would use up an iterator.
         self.start_tokens = tuple(self.start_tokens)
         super().__post_init__()
         if self.scored is None:

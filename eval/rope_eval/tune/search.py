@@ -15,7 +15,6 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -33,6 +32,7 @@ from rope_eval.tune.options import CONFIDENCE, SearchOptions
 from rope_ext.config.record import method_to_json
 from rope_ext.errors import MeasureError, OptionError, RopeExtError
 from rope_ext.methods import NTK, PI, FrequencyMethod, LongRoPE, LongRoPE2, MrRoPE, Rope, YaRN
+from rope_ext.methods.checked import not_none
 from rope_ext.methods.kinds import FACTORS
 from rope_ext.patching import patched
 
@@ -45,7 +45,7 @@ _FINALISTS = 6  # the best tables found, and as many of those to start from, whi
 RANKING = "ranking"
 VALIDATION = "validation"
 _logger = logging.getLogger("rope_ext")
-L = TypeVar("L", bound=FrequencyMethod)
+F = TypeVar("F", bound=FrequencyMethod)
 
 
 class Candidate(NamedTuple):
@@ -117,7 +117,9 @@ def evolve(
     bounds = space.bounds(len(first[0].table))
     low, high = np.array(bounds).T
     begun = np.array([space.vector(first[i % len(first)]) for i in range(population)], dtype=float)
+    # The first tables stay as they are, so that no search ends worse than they are.
     begun[len(first) :] += rng.normal(0, _NEAR, begun[len(first) :].shape) * (high - low)
+    # tol 0: only maxiter ends it, so that a search with more iterations begins with the same ones.
     settings: Any = {"init": begun.clip(low, high), "maxiter": iterations, "tol": 0}
     settings |= {"polish": False, "seed": seed}
     try:
@@ -175,6 +177,7 @@ def _first(given: SearchOptions, known: Sequence[FrequencyMethod], rope: Rope) -
     own = []
     for method in known:
         ratio = (rope.inv_freq / method.inv_freq(rope)).nan_to_num(nan=method.factor)  # 0 / 0
+        # cummax: numbers of a table ascend, and those of some methods fall for a few pairs.
         tables.append(space.fitted((ratio * _STEPS).round().int().cummax(0).values.tolist()))
         own.append(round(_STEPS * method.attention_scaling(rope)))
     if not space.scales:
@@ -258,6 +261,7 @@ def search(
     fitness.require_tokens(model, samples)
     # Without `iterations`, so that a finished search can go on with more of them.
     settings = {name: value for name, value in vars(given).items() if name != "iterations"}
+    # As the log returns it, with which it is compared.
     settings["start"] = given.start and method_to_json(cast("YaRN", given.start))
     settings["model"] = fitness.fingerprint(model)
     settings["text"] = digest([ids for sample in samples for ids in sample.tokens])
@@ -285,10 +289,17 @@ def _samples(
     lengths = (rope.length, given.target_length)
     samples = []
     parts = {RANKING: range(given.samples), VALIDATION: range(given.samples, count)}
+    # Other seeds, hence other keys: a table must not be chosen on what ranked it.
     for (name, part), seed in zip(parts.items(), (given.seed, given.seed + 2), strict=True):
         own = rows.some(part)
-        asked = (lengths, given.prompts, own.windows, seed, given.needle)
-        prompts = fitness.prompts_of(tokenizer, *asked)
+        prompts = fitness.prompts_of(
+            tokenizer,
+            lengths=lengths,
+            count=given.prompts,
+            texts=own.windows,
+            seed=seed,
+            needle=given.needle,
+        )
         samples.append(fitness.Sample(name, own if given.scored else fitness.Rows(), prompts))
     return samples
 
@@ -302,11 +313,10 @@ def _searched(
 ) -> LongRoPE:
     """Run evolution from the tables of known methods; stores the best in ``output``."""
     rope = trials.rope
-    factor = given.target_length / trials.rope.length
+    factor = given.target_length / rope.length
     scales = FACTORS if given.attention_factor is None and given.start is None else ()
     tables = given.population * (1 + given.iterations)
     most = (len(known) + len(scales) + tables, 2 * _FINALISTS + 1)
-    tried: dict[FrequencyMethod, float] = {}
     with trials.progress(list(zip(samples, most, strict=True))):
         (ranking, validation), notes = trials.counting(samples)
         for note in notes:
@@ -316,55 +326,90 @@ def _searched(
                 "no passkey prompt counts with this model, and scored=0 leaves out the text; "
                 "leave scored out to score the text"
             )
-
-        def measured(each: FrequencyMethod) -> float:
-            tried[each] = trials.scores(each, ranking).loss
-            return tried[each]
-
-        def best_yarn() -> YaRN:
-            return min((each for each in tried if isinstance(each, YaRN)), key=tried.__getitem__)
-
-        def keep(best: LongRoPE) -> LongRoPE:
-            if output is not None:
-                with writing(output, fitness.ROOM):
-                    replace_file(output, (json.dumps(_said(best.options())) + "\n").encode())
-            return best
-
-        if min(map(measured, known)) == math.inf:
+        found = _Found(trials, given, factor, ranking=ranking, output=output)
+        if min(map(found.measure, known)) == math.inf:
             raise MeasureError(
                 f"the loss is NaN or infinite at {given.target_length} tokens; load the model in "
                 f"float32 or bfloat16"
             )
-        yarn = best_yarn()
+        yarn = found.best_yarn()
         scaled = [replace(yarn, attention_factor=scale) for scale in scales]
         for each in scaled:
-            measured(each)
-        first = _first(given, sorted([*known, *scaled], key=tried.__getitem__), rope)
-        found: list[LongRoPE] = []
-
-        def loss(one: Candidate) -> float:
-            method = _method(given, one, factor)
-            value = measured(method)
-            if not found or value < tried[found[0]]:
-                found[:] = [keep(method)]
-                losses = (value, tried[best_yarn()])
-                trials.show(description="loss {:.4f} (yarn {:.4f})".format(*losses))
-            return value
-
+            found.measure(each)
+        first = _first(given, found.ranked([*known, *scaled]), rope)
         sizes = {"population": given.population, "iterations": given.iterations}
-        evolve(first, _space(given, factor), loss, **sizes, seed=given.seed)
+        evolve(first, _space(given, factor), found.loss, **sizes, seed=given.seed)
         if len(validation):
-            tables = [each for each in tried if isinstance(each, LongRoPE)]
-            begun = [_method(given, each, factor) for each in first]
-            groups = [sorted(part, key=tried.__getitem__)[:_FINALISTS] for part in (begun, tables)]
-            # The calibrated YaRN, which a table has to beat.
-            own = _method(given, _first(given, [best_yarn()], rope)[0], factor)
-            finalists = dict.fromkeys([own, *chain(*groups)])
-            found[:] = [keep(validated({x: trials.scores(x, validation) for x in finalists}))]
-    return found[0]
+            scores = {one: trials.scores(one, validation) for one in found.finalists(first)}
+            found.keep(validated(scores))
+    return not_none(found.best)
 
 
-def validated(scores: Mapping[L, fitness.Scores]) -> L:
+class _Found:
+    """The methods that a search has tried, with their losses, and its best table.
+
+    Args:
+        trials: measures methods.
+        given: options of the search.
+        factor: extension factor of all tables.
+        ranking: the sample by which tables are ranked.
+        output: file with the options of the best table; None: it is not stored.
+    """
+
+    def __init__(
+        self,
+        trials: fitness.Trials,
+        given: SearchOptions,
+        factor: float,
+        ranking: fitness.Sample,
+        output: Path | None,
+    ) -> None:
+        self.trials = trials
+        self.given = given
+        self.factor = factor
+        self.ranking = ranking
+        self.output = output
+        self.tried: dict[FrequencyMethod, float] = {}
+        self.best: LongRoPE | None = None
+
+    def measure(self, method: FrequencyMethod) -> float:
+        self.tried[method] = self.trials.scores(method, self.ranking).loss
+        return self.tried[method]
+
+    def ranked(self, methods: Iterable[F]) -> list[F]:
+        """Sort methods that were measured, the lowest loss first."""
+        return sorted(methods, key=self.tried.__getitem__)
+
+    def best_yarn(self) -> YaRN:
+        return self.ranked(each for each in self.tried if isinstance(each, YaRN))[0]
+
+    def loss(self, one: Candidate) -> float:
+        """Measure a table, for evolution; the best one so far is kept."""
+        method = _method(self.given, one, self.factor)
+        value = self.measure(method)
+        if self.best is None or value < self.tried[self.best]:
+            # At once: a search that is stopped leaves its best table.
+            self.keep(method)
+            losses = (value, self.tried[self.best_yarn()])
+            self.trials.show(description="loss {:.4f} (yarn {:.4f})".format(*losses))
+        return value
+
+    def keep(self, best: LongRoPE) -> None:
+        self.best = best
+        if self.output is not None:
+            with writing(self.output, fitness.ROOM):
+                replace_file(self.output, (json.dumps(_said(best.options())) + "\n").encode())
+
+    def finalists(self, first: Sequence[Candidate]) -> list[LongRoPE]:
+        """Return the tables to validate: YaRN's, which another one has to beat, and the best."""
+        rope = self.trials.rope
+        own = _method(self.given, _first(self.given, [self.best_yarn()], rope)[0], self.factor)
+        begun = self.ranked(_method(self.given, each, self.factor) for each in first)
+        tables = self.ranked(each for each in self.tried if isinstance(each, LongRoPE))
+        return list(dict.fromkeys([own, *begun[:_FINALISTS], *tables[:_FINALISTS]]))
+
+
+def validated(scores: Mapping[F, fitness.Scores]) -> F:
     """Choose a finalist, by scores on windows and answers that were not used for ranking.
 
     The first one, YaRN's table, is kept unless the sum of both losses of another is lower beyond
@@ -372,7 +417,7 @@ def validated(scores: Mapping[L, fitness.Scores]) -> L:
     """
     own = next(iter(scores))
 
-    def replaces(other: L) -> bool:
+    def replaces(other: F) -> bool:
         one = scores[other]
         two = scores[own]
         pairs = ((one.far, two.far), (one.answers, two.answers))

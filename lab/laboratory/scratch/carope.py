@@ -24,6 +24,7 @@ class CARoPE(Positions):
     def __init__(self, shape: Shape) -> None:
         super().__init__(shape)
         self.weight = torch.nn.Parameter(torch.zeros(shape.width, shape.heads))
+        # The inverse of softplus: with a weight of zero, f is that of RoPE.
         self.constant = math.log(math.expm1(shape.base ** (2 / shape.columns) - 1))
 
     def turns(self, inputs: torch.Tensor, t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -27,6 +27,7 @@ class FoPE(Positions):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__(shape)
+        # Slower pairs complete no rotation in training; they get no frequency.
         self.theta = theta = self.theta[self.theta >= 2 * math.pi / shape.length]
         count = min(len(theta), shape.columns // 4)
         own = torch.zeros(len(theta), count)

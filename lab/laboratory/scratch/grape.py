@@ -63,6 +63,8 @@ class GrapeAP(Positions):
 
         def logits(rows: slice) -> torch.Tensor:
             step = m * logsigmoid(p[..., rows, :] @ passed.mT / _COLUMNS)
+            # No token after the query counts. The sum from a key on is the total without what is
+            # before it.
             step = step.where(t[:, None, rows, None] >= t[:, None, None], 0.0)
             bias = step.sum(-1, keepdim=True) - step.cumsum(-1)
             return query[..., rows, :] @ key.mT * scale + bias

@@ -22,6 +22,7 @@ class RopePP(Positions):
         self, query: torch.Tensor, key: torch.Tensor, inputs: torch.Tensor, t: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         cos, sin = self.turns(inputs, t)
+        # A quarter turn less: cos(a - pi / 2) = sin(a), sin(a - pi / 2) = -cos(a).
         both = (rotate(query, cos, sin), rotate(query, sin, -cos))
         return torch.stack(both, 2).flatten(1, 2), rotate(key, cos, sin)
 

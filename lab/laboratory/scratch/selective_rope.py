@@ -39,6 +39,7 @@ class SelectiveRoPE(Positions):
         heads = inputs.unflatten(-1, (self.shape.heads, -1))
         x = torch.nn.functional.normalize(heads, dim=-1).flatten(-2)
         columns = self.up(self.down(x)).mT
+        # On the left, so that no token sees a later one.
         step = self.conv(torch.nn.functional.pad(columns, (_TOKENS - 1, 0)))
         step = step.unflatten(1, (self.shape.heads, -1)).mT + self.bias.exp()
         angle = self.theta * (self.gate(x).sigmoid().mT[..., None] * step).cumsum(-2)

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import json
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -99,12 +100,15 @@ def assert_same(
     )
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_rope_parameters_give_transformers_the_same_embedding(variant: str) -> None:
     for head_dim, partial, rope_theta, factor, length in CASES:
         rope = Rope.geometric(rope_theta, int(head_dim * partial), length)
         method = VARIANTS[variant](factor, rope)
-        inv_freq, scaling = theirs(method.rope_parameters(rope), rope, partial)
+        parameters = method.rope_parameters(rope)
+        json.dumps(parameters, allow_nan=False)  # what config.json can hold
+        inv_freq, scaling = theirs(parameters, rope, partial)
         case = f"{head_dim=} {partial=} {rope_theta=} {factor=} {length=}"
         assert_same(method.inv_freq(rope), inv_freq, case, RTOL_OF.get(variant, RTOL))
         assert method.attention_scaling(rope) == pytest.approx(scaling, rel=1e-9), case

@@ -270,6 +270,7 @@ def test_every_map_is_finite_ordered_and_positive(extension: tuple[float, Rope])
 # base_truncation, p_rope and clipped (zeros), resonance (rounds 2 pi to 6, faster than trained).
 
 
+@pytest.mark.every
 @pytest.mark.parametrize(
     ("name", "options", "parts"),
     [
@@ -279,6 +280,7 @@ def test_every_map_is_finite_ordered_and_positive(extension: tuple[float, Rope])
         ("yarn", {"beta_slow": 32}, ["beta_fast=32.0", "greater than 32"]),
         ("yarn", {"factor": 0.5}, ["factor=0.5", "greater than 1"]),
         ("dynamic_yarn", {"length": 0}, ["length=0", "a whole number of at least 1"]),
+        ("swan", {"every": 3, "start": 3}, ["start=3", "less than every=3"]),
         (
             "dynamic_ntk",
             {"mode": "growing", "alpha": "ratio"},

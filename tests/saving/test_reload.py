@@ -475,6 +475,12 @@ def test_an_adapter_goes_only_on_the_base_it_was_trained_on(tmp_path, wrong: str
     assert f"rope_ext.from_pretrained({str(tmp_path)!r})" in said
 
 
+def test_an_adapter_goes_on_a_base_with_another_kernel(tmp_path) -> None:
+    save(lora(patched(tiny_llama(), "rerope")), tmp_path)  # by kernel="reference"
+    own = rope_ext.patch(tiny_llama(), "rerope", factor=4, window=20, log_n=False)
+    assert isinstance(rope_ext.load_adapter(own, tmp_path), PeftModel)
+
+
 def test_a_wrong_base_is_refused_before_it_is_patched(tmp_path, base: Path) -> None:
     save(lora(patched(AutoModelForCausalLM.from_pretrained(base), "yarn")), tmp_path / "adapter")
     patched(tiny_llama(), "ntk").save_pretrained(tmp_path / "ntk")

@@ -21,7 +21,7 @@ BOTH = "both directions"
 CAUSAL_ONLY: dict[str, tuple[str, dict[str, Any]]] = {
     "chunks": ("dual_chunk", {}),
     "groups by the query": ("jet_long", {}),
-    "more first tokens than window": ("lm_infinite", {"window": 4, "sinks": 10}),
+    "more first tokens than window": ("lm_infinite", {"window": 4, "sinks": 5}),
     "encoding": ("cope", {}),
     "decay": ("xpos", {}),
     "no order": ("swan", {}),

@@ -21,13 +21,19 @@ def of_first_layer(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "options", [{"attention_factor": 1.3}, {"frequency": rope_ext.NTK(factor=2)}], ids=str
+    ("name", "options"),
+    [
+        ("rerope", {"window": 5, "attention_factor": 1.3}),
+        ("rerope", {"window": 5, "frequency": rope_ext.NTK(factor=2)}),
+        ("yarn", {"sliding_layers": "keep"}),
+    ],
+    ids=str,
 )
-def test_sliding_layers_beside_a_position_method_stay_as_they_were(options, ids) -> None:
+def test_sliding_layers_that_are_not_scaled_stay_as_they_were(name, options, ids) -> None:
     """Where they share the rotary module, to which the numbers of the others are written."""
     family = Family("gemma2", mapped=(1,))
     model, plain = family.model(), family.model()
-    rope_ext.patch(model, "rerope", factor=2, window=5, **options)
+    rope_ext.patch(model, name, factor=2, **options)
     torch.testing.assert_close(of_first_layer(model, ids), of_first_layer(plain, ids), **EXACT)
 
 

@@ -144,7 +144,8 @@ def _other_forward(module: nn.Module) -> dict[str, str]:
     known = (package_of(owner), *_OURS)
     if package_of(inner) in known and wrapper in (*known, ""):
         return {}
-    return {_path(function if wrapper not in known else inner): f"{owner.__name__}.forward"}
+    there = _path(inner) if wrapper in known else _own_path(function)
+    return {there: f"{owner.__name__}.forward"}
 
 
 def _module(item: Any) -> str:
@@ -154,6 +155,15 @@ def _module(item: Any) -> str:
 def package_of(item: Any) -> str:
     """Return the top-level package that defines a function or class, or an object's class."""
     return _module(item).partition(".")[0]
+
+
+def _own_path(function: Any) -> str:
+    """Return where a function is defined, although ``functools.wraps`` gave it another's name."""
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return _path(function)
+    name = getattr(code, "co_qualname", code.co_name)  # from Python 3.11 on
+    return f"{function.__globals__['__name__']}.{name}"
 
 
 def _path(item: Any) -> str:

@@ -161,7 +161,7 @@ def test_a_bias_is_added_to_the_rotation(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["alibi", "t5", "shaw", "sinusoidal"])
-def test_a_padded_text_is_the_text_alone(name: str) -> None:
+def test_a_padded_or_packed_text_is_the_text_alone(name: str) -> None:
     model = encoder()
     rope_ext.patch(model, name, factor=2)
     randomized(model)
@@ -172,6 +172,12 @@ def test_a_padded_text_is_the_text_alone(name: str) -> None:
         for row, text in enumerate(texts):
             alone = states(model, text[None])[0]
             torch.testing.assert_close(found[row][mask[row] == 1], alone, **CLOSE)
+    number = torch.tensor([0] * 50 + [1] * 23)  # both in one row, kept apart by a mask
+    given = {"attention_mask": (number[:, None] == number)[None, None]}
+    given["position_ids"] = torch.cat([torch.arange(50), torch.arange(23)])[None]
+    found = states(model, torch.cat(texts)[None], **given)[0]
+    for part, text in zip(found.split([50, 23]), texts, strict=True):
+        torch.testing.assert_close(part, states(model, text[None])[0], **CLOSE)
 
 
 @pytest.mark.parametrize("name", ["t5", "shaw", "kerple_log"])

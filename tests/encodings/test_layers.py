@@ -4,25 +4,47 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 import rope_ext
+from tests.families.zoo import tiny_model
 from tests.helpers.positions import EXACT, Family, logits
 
 
+def of_first_layer(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    """What its attention returns."""
+    seen: list[torch.Tensor] = []
+    attention = model.model.layers[0].self_attn
+    attention.register_forward_hook(lambda module, args, output: seen.append(output[0]))
+    logits(model, ids)
+    return seen[0]
+
+
 @pytest.mark.parametrize(
-    "options", [{"attention_factor": 1.3}, {"frequency": rope_ext.NTK(factor=2)}], ids=str
+    ("name", "options"),
+    [
+        ("rerope", {"window": 5, "attention_factor": 1.3}),
+        ("rerope", {"window": 5, "frequency": rope_ext.NTK(factor=2)}),
+        ("yarn", {"sliding_layers": "keep"}),
+    ],
+    ids=str,
 )
-def test_sliding_layers_beside_a_position_method_stay_as_they_were(options, ids) -> None:
+def test_sliding_layers_that_are_not_scaled_stay_as_they_were(name, options, ids) -> None:
     """Where they share the rotary module, to which the numbers of the others are written."""
     family = Family("gemma2", mapped=(1,))
     model, plain = family.model(), family.model()
-    rope_ext.patch(model, "rerope", factor=2, window=5, **options)
-    seen: list[torch.Tensor] = []
-    for one in (model, plain):
-        attention = one.model.layers[0].self_attn
-        attention.register_forward_hook(lambda module, args, output: seen.append(output[0]))
-        logits(one, ids)
-    torch.testing.assert_close(*seen, **EXACT)
+    rope_ext.patch(model, name, factor=2, **options)
+    torch.testing.assert_close(of_first_layer(model, ids), of_first_layer(plain, ids), **EXACT)
+
+
+def test_layers_that_stay_keep_the_softmax_scale_of_the_checkpoint(ids) -> None:
+    """Of one that has its temperature there, and not on cosine and sine."""
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 1.0}
+    yarn |= {"mscale_all_dim": 1.0, "original_max_position_embeddings": 16}
+    model, plain = (tiny_model("deepseek_v3", rope_parameters=dict(yarn)) for _ in range(2))
+    given = {"factor": 2, "compose": True, "attention_factor": 1.3}
+    rope_ext.patch(model, "pi", layers=[1], **given)
+    torch.testing.assert_close(of_first_layer(model, ids), of_first_layer(plain, ids), **EXACT)
 
 
 def test_layers_that_do_not_rotate_or_see_a_window_are_not_chosen() -> None:

@@ -145,7 +145,9 @@ def test_what_an_adapter_trained_outlives_another_patch(name: str, ids) -> None:
 def test_an_adapter_on_keys_changes_positions_that_go_through_keys(first: str, ids) -> None:
     """As the merged weights do, whether it was there before the patch or came after."""
     config = peft.LoraConfig(r=2, target_modules=["k_proj"], task_type="CAUSAL_LM")
-    model, patch = tiny_llama(), ALL["through keys"].patch
+    model, patch = tiny_llama(attention_bias=True), ALL["through keys"].patch
+    for layer in model.model.layers:
+        torch.nn.init.normal_(layer.self_attn.k_proj.bias)
     if first == "patch":
         model = peft.get_peft_model(patch(model), config)
     else:

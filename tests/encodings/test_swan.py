@@ -24,8 +24,8 @@ def swan(**options: object) -> nn.Module:
 
 def test_within_the_window_the_other_layers_are_as_trained(ids) -> None:
     """And every layer without positions is that of ``nope``, bit for bit."""
-    model, other = swan(window=LENGTH, temperature=1), tiny_llama(num_hidden_layers=4)
-    rope_ext.patch(other, "nope", layers=[0, 2], factor=4)
+    model, other = swan(window=LENGTH, temperature=2), tiny_llama(num_hidden_layers=4)
+    rope_ext.patch(other, "nope", layers=[0, 2], factor=4, temperature=2)
     few = ids[:, :LENGTH]
     torch.testing.assert_close(logits(model, few), logits(other, few), **EXACT)
     assert (logits(model, ids) - logits(other, ids)).abs().max() > 0.01  # longer than the window

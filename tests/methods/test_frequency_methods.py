@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import json
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -99,12 +100,15 @@ def assert_same(
     )
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_rope_parameters_give_transformers_the_same_embedding(variant: str) -> None:
     for head_dim, partial, rope_theta, factor, length in CASES:
         rope = Rope.geometric(rope_theta, int(head_dim * partial), length)
         method = VARIANTS[variant](factor, rope)
-        inv_freq, scaling = theirs(method.rope_parameters(rope), rope, partial)
+        parameters = method.rope_parameters(rope)
+        json.dumps(parameters, allow_nan=False)  # what config.json can hold
+        inv_freq, scaling = theirs(parameters, rope, partial)
         case = f"{head_dim=} {partial=} {rope_theta=} {factor=} {length=}"
         assert_same(method.inv_freq(rope), inv_freq, case, RTOL_OF.get(variant, RTOL))
         assert method.attention_scaling(rope) == pytest.approx(scaling, rel=1e-9), case
@@ -266,6 +270,7 @@ def test_every_map_is_finite_ordered_and_positive(extension: tuple[float, Rope])
 # base_truncation, p_rope and clipped (zeros), resonance (rounds 2 pi to 6, faster than trained).
 
 
+@pytest.mark.every
 @pytest.mark.parametrize(
     ("name", "options", "parts"),
     [
@@ -275,6 +280,7 @@ def test_every_map_is_finite_ordered_and_positive(extension: tuple[float, Rope])
         ("yarn", {"beta_slow": 32}, ["beta_fast=32.0", "greater than 32"]),
         ("yarn", {"factor": 0.5}, ["factor=0.5", "greater than 1"]),
         ("dynamic_yarn", {"length": 0}, ["length=0", "a whole number of at least 1"]),
+        ("swan", {"every": 3, "start": 3}, ["start=3", "less than every=3"]),
         (
             "dynamic_ntk",
             {"mode": "growing", "alpha": "ratio"},

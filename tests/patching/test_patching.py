@@ -310,6 +310,12 @@ def test_a_configuration_changed_after_loading_is_reported_and_not_believed(
         assert not changed(before, snapshot(rope_ext.unpatch(model)))
 
 
+def test_the_length_of_a_changed_configuration_counts_if_it_is_given(model) -> None:
+    model.config.max_position_embeddings = 4 * LENGTH
+    rope_ext.patch(model, "yarn", factor=2, original_max_position_embeddings=4 * LENGTH)
+    assert rope_ext.describe(model).target_length == 8 * LENGTH
+
+
 def test_frequencies_of_a_sub_configuration_changed_after_loading_are_those_loaded() -> None:
     model = tiny_model("gemma3")
     wanted = rope_ext.describe(model)

@@ -28,7 +28,7 @@ SHIPPED = {
     "yarn": ("llama", YARN, "yarn"),
     "own betas and temperature": (
         "llama",
-        {**YARN, "beta_fast": 8.0, "beta_slow": 0.5, "attention_factor": 1.3},
+        {**YARN, "beta_fast": 8.0, "beta_slow": 0.5, "attention_factor": 1.3, "mscale": 0.7},
         "yarn",
     ),
     "llama3": ("llama", LLAMA3, "llama3"),

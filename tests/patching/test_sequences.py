@@ -8,6 +8,7 @@ from torch._dynamo.utils import counters
 from transformers import DynamicCache, GenerationConfig, StaticCache
 
 import rope_ext
+from tests.families.zoo import tiny_model
 from tests.helpers.graphs import graphs, whole
 from tests.helpers.models import several_axes, tiny_llama
 from tests.helpers.positions import EXACT, decoded, logits, padded
@@ -22,6 +23,23 @@ def test_cached_decoding_equals_recomputation(model, ids, name: str, steps: list
     cached = decoded(model, ids, steps)
     rope_ext.patch(model, name, factor=4, replace=True, length=steps[0])
     torch.testing.assert_close(cached, logits(model, ids, use_cache=False), **EXACT)
+
+
+def test_precise_angles_are_those_of_a_fixed_length(model, ids) -> None:
+    places = torch.cat((torch.arange(80), 3_000_000 + torch.arange(80)))[None]
+    rope_ext.patch(model, "dynamic_yarn", factor=4, precise=True)
+    found = logits(model, ids, position_ids=places)
+    fixed = {"length": 3_000_080, "precise": True}
+    rope_ext.patch(model, "dynamic_yarn", factor=4, replace=True, **fixed)
+    torch.testing.assert_close(found, logits(model, ids, position_ids=places), **EXACT)
+
+
+def test_two_sets_of_a_rotary_module_have_frequencies_of_their_own(ids) -> None:
+    model, given = tiny_model("gemma3_text"), {"factor": 4, "sliding_layers": "scale"}
+    rope_ext.patch(model, "dynamic_yarn", **given)
+    found = logits(model, ids)
+    rope_ext.patch(model, "dynamic_yarn", length=160, replace=True, **given)
+    torch.testing.assert_close(found, logits(model, ids), **EXACT)
 
 
 def test_transformers_own_dynamic_scaling_is_not_consistent_and_growing_reproduces_it(ids) -> None:
@@ -136,13 +154,17 @@ def test_a_forward_within_generate_has_its_own_length(ids, cached: bool) -> None
     """As of a stopping criterion that scores a text, or of a streamer."""
     model = rope_ext.patch(tiny_llama(), "dynamic_yarn", factor=8)
     right, seen = model(ids[:1, :20]).logits, []
+    how = {"max_new_tokens": 2, "output_logits": True, "return_dict_in_generate": True}
+    written, first = model.generate(ids[:1, :20], **how).logits[0], []
 
     def look(tokens, _scores, **_more):
         seen.append(model(tokens[:, :20], use_cache=False).logits)
+        first.append(model.generate(tokens[:, :20], **how).logits[0])
         return torch.zeros(len(tokens), dtype=torch.bool)
 
     model.generate(ids[:1], max_new_tokens=3, stopping_criteria=[look], use_cache=cached)
     assert all(torch.equal(one, right) for one in seen) and seen
+    assert all(torch.equal(one, written) for one in first)
 
 
 def test_both_branches_of_guidance_have_the_length_of_the_row_without_padding(ids) -> None:
@@ -202,24 +224,11 @@ def test_growing_keeps_the_longest_length_where_a_patch_returns(ids) -> None:
     assert torch.equal(logits(model, ids[:, 10:80]), right)
 
 
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        (None, {"method": "dynamic_yarn", "factor": 4}),
-        ({"method": "yarn", "factor": 4}, {"method": "yarn", "factor": 4, "precise": True}),
-    ],
-    ids=["per sequence", "in float64"],
-)
-def test_a_graph_compiled_without_a_hook_is_not_run_with_it(first, second, ids, no_graphs) -> None:
+def test_a_graph_compiled_without_a_hook_is_not_run_with_it(model, ids, no_graphs) -> None:
     """Graphs are guarded by the class of a rotary module, and not by its hooks."""
-    model = tiny_llama()
     run = torch.compile(model, backend="eager")
     far = {"position_ids": 3_000_000 + torch.arange(ids.shape[1])[None]}
-    given = far if second.get("precise") else {}
-    if first is not None:
-        rope_ext.patch(model, **first)
-    logits(run, ids, **given)
-    if first is not None:
-        rope_ext.unpatch(model)
-    rope_ext.patch(model, **second)
-    torch.testing.assert_close(logits(run, ids, **given), logits(model, ids, **given))
+    rope_ext.patch(model, "yarn", factor=4)
+    logits(run, ids, **far)
+    rope_ext.patch(model, "yarn", factor=4, precise=True, replace=True)
+    torch.testing.assert_close(logits(run, ids, **far), logits(model, ids, **far))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import types
 from collections.abc import Callable
 from typing import Any
@@ -90,11 +92,19 @@ def the_decoder(model: Any, monkeypatch: pytest.MonkeyPatch) -> str:
     return "fast_forward in place of LlamaModel.forward"
 
 
+def around_the_decoder(model: Any, monkeypatch: pytest.MonkeyPatch) -> str:
+    """As a decorator that passes for what it is around."""
+    name = the_decoder(model, monkeypatch)
+    wrapper: Any = llama.LlamaModel.forward
+    functools.update_wrapper(wrapper, inspect.getclosurevars(wrapper).nonlocals["forward"])
+    return name
+
+
 @pytest.mark.parametrize(("method", "options"), METHODS)
 @pytest.mark.parametrize(
     "put",
-    [on_the_class(by_a_table), on_every_layer, the_rotary_module, the_decoder],
-    ids=["class", "layers", "rotary", "decoder"],
+    [on_the_class(by_a_table), on_every_layer, the_rotary_module, the_decoder, around_the_decoder],
+    ids=["class", "layers", "rotary", "decoder", "decorator"],
 )
 def test_a_rotation_of_another_package_is_refused_by_name(
     monkeypatch: pytest.MonkeyPatch, put: Callable, method: str, options: dict[str, Any]

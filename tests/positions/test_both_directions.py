@@ -45,6 +45,12 @@ def test_methods_equal_their_formula_with_negative_distances_ahead(name: str) ->
     torch.testing.assert_close(states(patched(model, name), ids), wanted, **CLOSE)
 
 
+def test_a_window_has_as_many_first_tokens_as_it_is_long() -> None:
+    model, ids, given = encoder().double(), tokens(30)[None], {"window": 4, "sinks": 4}
+    wanted = by_oracle(model, ids, "lm_infinite", **given)
+    torch.testing.assert_close(states(patched(model, "lm_infinite", **given), ids), wanted, **CLOSE)
+
+
 def test_a_window_as_long_as_the_text_changes_nothing() -> None:
     model, ids = encoder(), tokens(60)[None]
     wanted = states(model, ids)

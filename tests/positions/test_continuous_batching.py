@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import types
 from typing import Any
 
 import pytest
@@ -224,6 +225,14 @@ def test_a_manager_kept_for_another_session_does_not_outlive_the_patch() -> None
     assert_same(written(), alone(model, PROMPTS))
     rope_ext.patch(model, "yarn", factor=4)
     assert_same(written(), alone(model, PROMPTS))
+
+
+def test_pages_of_another_patch_are_not_continued_beside_a_new_request() -> None:
+    """Those of a manager that somebody has kept."""
+    model, pages = patch(tiny_llama()), types.SimpleNamespace(layer_to_allocator={})
+    places, ends = torch.tensor([[0, 1, 2, 30]]), torch.tensor([0, 3, 4])
+    with pytest.raises(rope_ext.CacheError, match="pages"):
+        model(torch.tensor([PROMPTS[1]]), cache=pages, position_ids=places, cu_seq_lens_q=ends)
 
 
 def test_what_cannot_be_served_is_refused_before_anything_runs() -> None:

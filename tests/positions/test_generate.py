@@ -18,7 +18,7 @@ import rope_ext
 from rope_ext.rotary.context import cache_among
 from tests.families.zoo import tiny_model
 from tests.helpers.models import tiny_llama
-from tests.helpers.positions import FAMILIES, NEW, patch
+from tests.helpers.positions import FAMILIES, NEW, padded, patch
 
 HOW: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -64,6 +64,14 @@ def test_generate_writes_what_it_writes_without_a_cache(
         if how == "patched assistant":
             patch(assistant, "rerope")
     assert torch.equal(model.generate(prompt, **settings), without_cache[key])
+
+
+def test_a_row_that_grows_beyond_the_window_is_written_as_alone(ids) -> None:
+    """Of five tokens. At one step, it has no far keys yet, and the longer row has some."""
+    model = patch(tiny_llama(), "rerope")
+    batch, mask, _ = padded([ids[0, :40], ids[1, :3]], "left")
+    together = model.generate(batch, attention_mask=mask, **NEW)
+    assert torch.equal(together[1, 40:], model.generate(ids[1:, :3], **NEW)[0, 3:])
 
 
 def test_a_chat_goes_on_with_its_cache(ids) -> None:

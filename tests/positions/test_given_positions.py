@@ -20,6 +20,7 @@ from tests.helpers.positions import (
     WIDE,
     by_formula,
     logits,
+    padded,
     patch,
 )
 
@@ -100,6 +101,15 @@ def test_a_cache_is_continued_once_a_tree_of_drafts_is_cropped(rejected: int, id
         return
     after = logits(model, ids[:1, 50:], past_key_values=cache)
     torch.testing.assert_close(after, right[:, 50:], **EXACT)
+
+
+def test_positions_of_padding_do_not_count(ids) -> None:
+    """Many programs give it position 1, which is above that of the first token."""
+    model = patch(tiny_llama())
+    batch, mask, positions = padded([ids[0, :12], ids[1, :5]], "left")
+    given = {"attention_mask": mask, "position_ids": positions.masked_fill(mask == 0, 1)}
+    alone = logits(model, ids[1:, :5])
+    torch.testing.assert_close(logits(model, batch, **given)[1:, 7:], alone, **EXACT)
 
 
 def test_padding_in_the_middle_counts_as_distance_unless_positions_say_otherwise(ids) -> None:

@@ -8,7 +8,17 @@ from transformers import DynamicCache
 
 import rope_ext
 from tests.helpers.models import tiny_llama
-from tests.helpers.positions import CACHES, EXACT, FAMILIES, NEW, decoded, logits, padded, patch
+from tests.helpers.positions import (
+    CACHES,
+    EXACT,
+    FAMILIES,
+    NEW,
+    SCALE,
+    decoded,
+    logits,
+    padded,
+    patch,
+)
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
@@ -45,6 +55,14 @@ def test_a_cache_is_not_continued_under_another_patch(make, model, ids) -> None:
         logits(model, ids[:, 50:], past_key_values=cache)
     patch(model, replace=True)
     torch.testing.assert_close(decoded(model, ids, [50, 40], make(model.config)), right, **EXACT)
+
+
+def test_a_cache_is_not_continued_where_other_layers_are_patched(ids) -> None:
+    model, cache = patch(FAMILIES["gemma2"].model(), **SCALE), DynamicCache()
+    logits(model, ids[:, :50], past_key_values=cache)
+    patch(model, replace=True)
+    with pytest.raises(rope_ext.CacheError, match="empty cache"):
+        logits(model, ids[:, 50:], past_key_values=cache)
 
 
 @pytest.mark.parametrize(

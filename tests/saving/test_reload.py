@@ -413,6 +413,17 @@ def test_an_adapter_needs_what_the_patch_of_its_base_learned(tmp_path, ids, base
         rope_ext.from_pretrained(adapter, base=base)
 
 
+def test_what_an_adapter_trained_is_beside_what_its_base_learned(tmp_path, ids, base: Path) -> None:
+    model = trained(rope_ext.patch(AutoModelForCausalLM.from_pretrained(base), "t5"))
+    model.save_pretrained(tmp_path)
+    said = logits(model, ids)
+    adapted = lora(rope_ext.from_pretrained(tmp_path), modules_to_save=["rope_ext_bias"])
+    again = rope_ext.from_pretrained(save(adapted, tmp_path / "adapter"))
+    assert torch.equal(logits(again, ids), logits(adapted, ids))
+    with again.disable_adapter():
+        assert torch.equal(logits(again, ids), said)
+
+
 @pytest.mark.parametrize("case", ["yarn", "dynamic_ntk", "longrope", "rerope"])
 def test_an_adapter_comes_back_with_its_patch(tmp_path, ids, base: Path, case: str) -> None:
     model = lora(patched(AutoModelForCausalLM.from_pretrained(base), case))
@@ -473,6 +484,12 @@ def test_an_adapter_goes_only_on_the_base_it_was_trained_on(tmp_path, wrong: str
     said = str(raised.value)
     assert "trained under rope_ext.patch(model, 'rerope', factor=4, log_n=False, window=20" in said
     assert f"rope_ext.from_pretrained({str(tmp_path)!r})" in said
+
+
+def test_an_adapter_goes_on_a_base_with_another_kernel(tmp_path) -> None:
+    save(lora(patched(tiny_llama(), "rerope")), tmp_path)  # by kernel="reference"
+    own = rope_ext.patch(tiny_llama(), "rerope", factor=4, window=20, log_n=False)
+    assert isinstance(rope_ext.load_adapter(own, tmp_path), PeftModel)
 
 
 def test_a_wrong_base_is_refused_before_it_is_patched(tmp_path, base: Path) -> None:

@@ -255,10 +255,12 @@ def test_a_trained_length_beside_the_context_length_counts(tmp_path: Path) -> No
     model = tiny_llama(max_trained_positions=LENGTH // 2)
     described = rope_ext.describe(model)
     assert described.length == LENGTH // 2 and "max_trained_positions" in str(described)
-    for method, *_ in (("yarn",), ("ntk",), ("pi",)):
+    for method in ("yarn", "ntk", "pi"):
         rope_ext.patch(model, method, factor=4).save_pretrained(tmp_path / method)
         described = rope_ext.describe(tmp_path / method)
         assert (described.length, described.target_length) == (LENGTH // 2, 2 * LENGTH)
+        plain = AutoModelForCausalLM.from_pretrained(tmp_path / method)
+        assert rope_ext.describe(plain).target_length == 2 * LENGTH
         assert rope_ext.describe(rope_ext.unpatch(model)).length == LENGTH // 2
 
 

@@ -8,7 +8,7 @@ compiled steps and CUDA graphs run the same code. Queries and near keys are rota
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -119,8 +119,19 @@ def runs_on(device: torch.device) -> bool:
     return card.compiles and card.capability >= cards.AMPERE
 
 
-def _columns(pairs: Pairs, columns: int) -> tuple[int, int, int, int, int, int] | None:
-    """Start of first and second columns of pairs, step and count; start and count of the rest."""
+class _Columns(NamedTuple):
+    """Where a head has its rotary pairs, at equal steps, and one range of columns beside them."""
+
+    first: int  # first column of the first pair
+    second: int  # second column of the first pair
+    step: int
+    pairs: int
+    rest_at: int  # start of the columns that do not rotate
+    rest: int  # their number
+
+
+def _columns(pairs: Pairs, columns: int) -> _Columns | None:
+    """Return where the columns lie; None if they lie otherwise."""
     first = pairs.first
     second = pairs.second
     if not (isinstance(first, slice) and isinstance(second, slice)):
@@ -128,7 +139,7 @@ def _columns(pairs: Pairs, columns: int) -> tuple[int, int, int, int, int, int] 
     step = first.step or 1
     count = (first.stop - first.start + step - 1) // step  # dynamo of torch 2.11 has no indices()
     if not count:
-        return 0, 0, 1, 0, 0, columns
+        return _Columns(first=0, second=0, step=1, pairs=0, rest_at=0, rest=columns)
     if step != (second.step or 1):
         return None
     low = min(first.start, second.start)
@@ -137,8 +148,32 @@ def _columns(pairs: Pairs, columns: int) -> tuple[int, int, int, int, int, int] 
         return None
     if low and high < columns:
         return None
-    rest_at, rest = (0, low) if low else (high, columns - high)
-    return first.start, second.start, step, count, rest_at, rest
+    return _Columns(
+        first=first.start,
+        second=second.start,
+        step=step,
+        pairs=count,
+        rest_at=0 if low else high,
+        rest=low or columns - high,
+    )
+
+
+class _Settings(NamedTuple):
+    """All that the operator gets beside query, key and value, in the order of its schema."""
+
+    low: Tensor
+    high: Tensor
+    origin: Tensor
+    filled: Tensor
+    query_rotation: Sequence[Tensor]  # cosine and sine; empty: none
+    key_rotation: Sequence[Tensor]
+    temperature: Tensor | None
+    sinks: Tensor | None
+    bias: Tensor | None
+    columns: Sequence[int]  # a _Columns
+    query_rotated: int
+    scale: float
+    softcap: float | None
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, call: Call, ranges: Ranges) -> Tensor:
@@ -148,23 +183,33 @@ def attend(query: Tensor, key: Tensor, value: Tensor, call: Call, ranges: Ranges
     """
     columns = _columns(call.pairs, query.shape[-1])
     assert columns is not None, "callers ask refusal() first"
-    settings = (
-        ranges.low, ranges.high, ranges.origin, ranges.filled, [*(ranges.query or ())],
-        [*(ranges.key or ())], ranges.temperature, call.sinks, call.bias, [*columns],
-        ranges.query_rotated, call.scale, call.softcap,
-    )  # fmt: skip
+    settings = _Settings(
+        low=ranges.low,
+        high=ranges.high,
+        origin=ranges.origin,
+        filled=ranges.filled,
+        query_rotation=[*(ranges.query or ())],
+        key_rotation=[*(ranges.key or ())],
+        temperature=ranges.temperature,
+        sinks=call.sinks,
+        bias=call.bias,
+        columns=[*columns],
+        query_rotated=ranges.query_rotated,
+        scale=call.scale,
+        softcap=call.softcap,
+    )
     if torch.compiler.is_compiling():
         return _operator(query, key, value, *settings).transpose(1, 2)
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     # Triton compiles other kernels for other alignments of addresses.
-    alike = [
+    alike = tuple(
         None if x is None else (x.dtype, x.shape, x.stride(), x.data_ptr() % 16)
         for x in (query, key, value, call.sinks, call.bias)
-    ]
-    alike = *alike, columns, call.scale, call.softcap
-    if alike not in ranges.launchers:
-        ranges.launchers[alike] = _launcher(query, key, value, *settings)
-    return ranges.launchers[alike](query, key, value, call.sinks, call.bias).transpose(1, 2)
+    )
+    same = (alike, columns, call.scale, call.softcap)
+    if same not in ranges.launchers:
+        ranges.launchers[same] = _launcher(query, key, value, settings)
+    return ranges.launchers[same](query, key, value, call.sinks, call.bias).transpose(1, 2)
 
 
 def tiles(rows: int, columns: int, value_columns: int, size: int) -> dict[str, int]:
@@ -188,51 +233,104 @@ def _power(number: int) -> int:
     return 1 << max(number - 1, 0).bit_length()
 
 
-def _launcher(query: Tensor, key: Tensor, value: Tensor, *settings: Any) -> Callable[..., Tensor]:
+def _launcher(
+    query: Tensor, key: Tensor, value: Tensor, settings: _Settings
+) -> Callable[..., Tensor]:
     """Return a function of query, key, value, sinks and bias that differ in their numbers only.
 
     It returns ``[rows, queries, heads, value columns]``. Its calls share memory for the splits, so
-    they have to be on one stream. ``settings``: those in ``_SETTINGS``.
+    they have to be on one stream.
     """
     kernels = importlib.import_module("rope_ext.attention.decode_kernel")  # it imports triton
-    low, high, origin, filled, query_rotation, key_rotation, temperature, sinks = settings[:8]
-    bias, columns, query_rotated, scale, softcap = settings[8:]
+    columns = _Columns(*settings.columns)
+    temperature = settings.temperature
+    bias = settings.bias
+    softcap = settings.softcap
     batch, heads, tokens, _ = query.shape
     _, kv_heads, _, value_columns = value.shape
     groups = heads // kv_heads
-    first, second, step, pairs, rest_at, rest = columns
-    padded = [max(_power(x), 16) for x in (pairs, rest, value_columns)]
+    pairs_padded, rest_padded, value_padded = (
+        max(_power(x), 16) for x in (columns.pairs, columns.rest, value_columns)
+    )
+    width = 0  # columns of a key that the kernel loads
+    if columns.pairs:
+        width += 2 * pairs_padded
+    if columns.rest:
+        width += rest_padded
+    shape = tiles(groups * tokens, width, value_padded, query.element_size())
     every = (batch * kv_heads, SPLITS, groups * tokens)
     out = query.new_empty(*every, value_columns, dtype=torch.float32)
     lse = query.new_empty(every, dtype=torch.float32)
-    width = 2 * padded[0] * bool(pairs) + padded[1] * bool(rest)
-    shape = tiles(groups * tokens, width, padded[2], query.element_size())
     unused = query  # kernels need a tensor even for arguments that they do not read
-    cos, sin = query_rotation or (unused, unused)
-    key_cos, key_sin = key_rotation or (unused, unused)
-    before = low, high, origin, filled, cos, sin, key_cos, key_sin
-    before = *before, unused if temperature is None else temperature
+    cos, sin = settings.query_rotation or (unused, unused)
+    key_cos, key_sin = settings.key_rotation or (unused, unused)
+    # Arguments of the kernel before and after the bias, in its order.
+    before = (
+        settings.low,
+        settings.high,
+        settings.origin,
+        settings.filled,
+        cos,
+        sin,
+        key_cos,
+        key_sin,
+        unused if temperature is None else temperature,
+    )
     after = (
-        out, lse, scale, softcap or 1.0,
-        *((1, 0) if bias is None else (bias.shape[1], bias.stride(0))),
-        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], low.stride(0), _by_row(low, 1),
-        cos.stride(0), _by_row(cos, 1), key_cos.stride(0),
-        0 if temperature is None else _by_row(temperature, 0), len(origin) > 1,
-    )  # fmt: skip
+        out,
+        lse,
+        settings.scale,
+        softcap or 1.0,
+        1 if bias is None else bias.shape[1],
+        0 if bias is None else bias.stride(0),
+        *query.stride()[:3],
+        *key.stride()[:3],
+        *value.stride()[:3],
+        settings.low.stride(0),
+        _by_row(settings.low, 1),
+        cos.stride(0),
+        _by_row(cos, 1),
+        key_cos.stride(0),
+        0 if temperature is None else _by_row(temperature, 0),
+        len(settings.origin) > 1,
+    )
     split = _Launch(
         kernels.split_kernel,
         (SPLITS, batch * kv_heads, -(-groups * tokens // shape["ROWS"])),
-        KV=kv_heads, GROUPS=groups, TOKENS=tokens, BANDS=len(low), QUERY_ROTATED=query_rotated,
-        KEY_ROTATED=len(key_cos) if key_rotation else 0, HAS_TEMPERATURE=temperature is not None,
-        HAS_BIAS=bias is not None, HAS_CAP=softcap is not None, PAIRS=pairs, PAIRS2=padded[0],
-        FIRST=first, SECOND=second, STEP=step, REST=rest, REST2=padded[1], REST_AT=rest_at,
-        DV=value_columns, DV2=padded[2], SPLITS=SPLITS,
-        PRECISION="ieee" if query.dtype == torch.float32 else "tf32", **shape,
-    )  # fmt: skip
+        KV=kv_heads,
+        GROUPS=groups,
+        TOKENS=tokens,
+        BANDS=len(settings.low),
+        QUERY_ROTATED=settings.query_rotated,
+        KEY_ROTATED=len(key_cos) if settings.key_rotation else 0,
+        HAS_TEMPERATURE=temperature is not None,
+        HAS_BIAS=bias is not None,
+        HAS_CAP=softcap is not None,
+        PAIRS=columns.pairs,
+        PAIRS2=pairs_padded,
+        FIRST=columns.first,
+        SECOND=columns.second,
+        STEP=columns.step,
+        REST=columns.rest,
+        REST2=rest_padded,
+        REST_AT=columns.rest_at,
+        DV=value_columns,
+        DV2=value_padded,
+        SPLITS=SPLITS,
+        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+        **shape,
+    )
     merge = _Launch(
-        kernels.merge_kernel, (batch * kv_heads, groups * tokens, 1), KV=kv_heads, GROUPS=groups,
-        TOKENS=tokens, HAS_SINKS=sinks is not None, DV=value_columns, DV2=padded[2], SPLITS=SPLITS,
-    )  # fmt: skip
+        kernels.merge_kernel,
+        (batch * kv_heads, groups * tokens, 1),
+        KV=kv_heads,
+        GROUPS=groups,
+        TOKENS=tokens,
+        HAS_SINKS=settings.sinks is not None,
+        DV=value_columns,
+        DV2=value_padded,
+        SPLITS=SPLITS,
+    )
 
     def run(
         query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, bias: Tensor | None
@@ -240,10 +338,10 @@ def _launcher(query: Tensor, key: Tensor, value: Tensor, *settings: Any) -> Call
         if query.is_cuda and query.device.index != torch.cuda.current_device():
             with torch.cuda.device(query.device):  # Triton launches on the current device
                 return run(query, key, value, sinks, bias)
-        made = query.new_empty(batch, tokens, heads, value_columns)
+        merged = query.new_empty(batch, tokens, heads, value_columns)
         split(query, key, value, *before, unused if bias is None else bias, *after)
-        merge(out, lse, lse if sinks is None else sinks, made)
-        return made
+        merge(out, lse, lse if sinks is None else sinks, merged)
+        return merged
 
     return run
 
@@ -291,8 +389,9 @@ _SETTINGS = (
 )
 def _operator(query, key, value, *settings):  # noqa: ANN001, ANN002, ANN202
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
-    sinks, bias = settings[7:9]
-    return _launcher(query, key, value, *settings)(query, key, value, sinks, bias)
+    given = _Settings(*settings)
+    run = _launcher(query, key, value, given)
+    return run(query, key, value, given.sinks, given.bias)
 
 
 @_operator.register_fake

@@ -31,7 +31,7 @@ from rope_ext.command.terminal import clean_errors
 from rope_ext.errors import UnsupportedModelError
 from rope_ext.patching import first_site
 from rope_ext.position.attend import NAME
-from rope_ext.position.tensors import Dense
+from rope_ext.position.steps import Dense
 from rope_ext.rotary.context import attending
 from rope_ext.rotary.sites import evaluating, sees_window, text_config, text_decoder
 from rope_ext.saving import checkpoints

@@ -322,7 +322,7 @@ class _Standing(RoPE):
 
 
 @dataclass(frozen=True)
-class _Beside:
+class _Described:
     """A position method to apply, and how errors name it."""
 
     method: PositionMethod
@@ -332,10 +332,10 @@ class _Beside:
     instead: str  # what to do where it is refused
 
 
-def _described(given: PositionMethod, options: Options) -> _Beside:
+def _described(given: PositionMethod, options: Options) -> _Described:
     """Return a position method with the words of its errors."""
     label = str(given) if options.frequency is None else f"{given} on {options.frequency}"
-    return _Beside(
+    return _Described(
         method=given,
         options=options,
         label=label,
@@ -344,7 +344,7 @@ def _described(given: PositionMethod, options: Options) -> _Beside:
     )
 
 
-def _standing(place: PatchTarget, given: FrequencyMethod, options: Options) -> _Beside:
+def _standing(place: PatchTarget, given: FrequencyMethod, options: Options) -> _Described:
     """Return a frequency method as a position method, with the words of its errors."""
     trained = place.scaled[0].rope
     temperature = given.tempered(trained)
@@ -360,7 +360,7 @@ def _standing(place: PatchTarget, given: FrequencyMethod, options: Options) -> _
     divisors = (trained.inv_freq / given.inv_freq(trained)).nan_to_num(1.0)  # 0 / 0: at rest
     method = _Standing(of=given, divisors=divisors, temperature=temperature)
     label = str(given) if options.frequency is None else f"{given} on {options.frequency}"
-    return _Beside(
+    return _Described(
         method=method,
         options=replace(options, frequency=given),
         label=label,
@@ -369,7 +369,7 @@ def _standing(place: PatchTarget, given: FrequencyMethod, options: Options) -> _
     )
 
 
-def _with_added(one: _Beside) -> _Beside:
+def _with_added(one: _Described) -> _Described:
     """Add ``bias=`` and ``layers=`` to the words, if they are given."""
     options = one.options
     added = [name for name in ("bias", "layers") if getattr(options, name) is not None]
@@ -396,32 +396,32 @@ def apply_position(
     from rope_ext.position.install import Installed  # here, since it loads every kernel
 
     standing = isinstance(given, FrequencyMethod)
-    said = _standing(place, given, options) if standing else _described(given, options)
-    said = _with_added(said)
-    options = said.options
-    named = said.named
-    instead = said.instead
+    described = _standing(place, given, options) if standing else _described(given, options)
+    described = _with_added(described)
+    options = described.options
+    named = described.named
+    instead = described.instead
     under = options.frequency
     rope = options.rope(place.scaled[0].rope)
-    methods = (said.method,) if under is None else (under, said.method)
+    methods = (described.method,) if under is None else (under, described.method)
     for each in methods:
         require_scaling(place, each)
     table = {site: _write(place, site, methods, options=options) for site in place.scaled}
-    if said.method.by_pair and any(site.rope.dim != rope.dim for site in place.scaled):
+    if described.method.by_pair and any(site.rope.dim != rope.dim for site in place.scaled):
         raise UnsupportedModelError(
-            f"{said.method.name} needs one number of pairs in all patched layers, and those of "
-            f"{type(place.decoder).__name__} differ; use another position method, such as "
+            f"{described.method.name} needs one number of pairs in all patched layers, and those "
+            f"of {type(place.decoder).__name__} differ; use another position method, such as "
             f"'self_extend'"
         )
-    reached = said.method.reached(rope)
-    length = said.method.target_length(rope)
-    method = cast("PositionMethod", said.method.resolved(rope))
+    reached = described.method.reached(rope)
+    length = described.method.target_length(rope)
+    method = cast("PositionMethod", described.method.resolved(rope))
     precise = options.is_precise(length)
     position_map = PositionMap(
         method=method,
         rope=rope,
         frequencies=table,
-        label=said.label,
+        label=described.label,
         precise=precise,
         kernel=options.kernel,
         include_sliding=options.sliding_layers == "scale",

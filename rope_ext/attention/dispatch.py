@@ -316,10 +316,27 @@ def operator(
     kernel: str,
 ) -> tuple[Tensor, Tensor]:
     """Return output and log-sum-exp; ``at`` is None if tokens are consecutive."""
-    call = _decoded(sinks, bias, tables, plan, start, scale, softcap)
+    call = _decoded(
+        sinks=sinks,
+        bias=bias,
+        tables=tables,
+        plan=plan,
+        start=start,
+        scale=scale,
+        softcap=softcap,
+    )
     if at:
         places, sequences, first = at
-        out = _at_places(query, key, value, call, places, sequences, int(first), kernel)
+        out = _at_places(
+            query=query,
+            key=key,
+            value=value,
+            call=call,
+            places=places,
+            sequences=sequences,
+            first=int(first),
+            kernel=kernel,
+        )
         lse = query.new_empty(0, dtype=wide(query))
     else:
         with torch.no_grad():
@@ -436,7 +453,15 @@ def _backward(
 
     ``learns``: whether sinks, and whether the bias is.
     """
-    call = _decoded(sinks, bias, tables, plan, start, scale, softcap)
+    call = _decoded(
+        sinks=sinks,
+        bias=bias,
+        tables=tables,
+        plan=plan,
+        start=start,
+        scale=scale,
+        softcap=softcap,
+    )
     if lse.dim() > 1:  # of a fused kernel
         return _fused_gradients(grad, query, key, value, out, lse, call, learns[0])
     leaves: Any = [x.detach().requires_grad_() for x in (query, key, value)]

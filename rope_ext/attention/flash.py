@@ -124,9 +124,9 @@ def _causal(geometry: Causal, queries: int, keys: int, start: int = 0) -> list[T
         return split.found
     count = min(geometry.count - start, keys) if isinstance(geometry, Sinks) else keys
     growing = min(high, count)
-    split.add(WHOLE, low + far, growing + far, 0, low)
-    split.add(CAUSAL, low + far, growing + far, low, growing)
-    split.add(WHOLE, max(low, count) + far, high + far, 0, count)
+    split.add(WHOLE, rows=(low + far, growing + far), keys=(0, low))
+    split.add(CAUSAL, rows=(low + far, growing + far), keys=(low, growing))
+    split.add(WHOLE, rows=(max(low, count) + far, high + far), keys=(0, count))
     return split.found
 
 
@@ -137,25 +137,28 @@ class _Split:
         self.before = before
         self.found: list[Tile] = []
 
-    def add(self, shape: int, row: int, end: int, key: int, stop: int) -> None:
-        """Add a tile of the queries ``row`` to ``end`` and the keys ``key`` to ``stop``.
+    def add(self, shape: int, rows: tuple[int, int], keys: tuple[int, int]) -> None:
+        """Add a tile of the queries in ``rows`` and of ``keys``: the first, and one past the last.
 
         All are key indices. Squares that follow each other diagonally become one tile of several
         blocks, which is a single call of the kernel.
         """
-        rows = end - row
+        row, end = rows
+        key, stop = keys
+        height = end - row
         count = stop - key
-        if rows <= 0 or count <= 0:
+        if height <= 0 or count <= 0:
             return
         for index, old in enumerate(self.found):
             next_row = old.row + self.before + old.blocks * old.rows
             next_key = old.key + old.blocks * old.keys
             follows = row == next_row and key == next_key
-            alike = shape == old.shape and rows == old.rows and count == old.keys
-            if follows and alike and rows == count:
+            alike = shape == old.shape and height == old.rows and count == old.keys
+            if follows and alike and height == count:
                 self.found[index] = old._replace(blocks=old.blocks + 1)
                 return
-        self.found.append(Tile(shape=shape, row=row - self.before, rows=rows, key=key, keys=count))
+        tile = Tile(shape=shape, row=row - self.before, rows=height, key=key, keys=count)
+        self.found.append(tile)
 
 
 def _split_chunks(split: _Split, geometry: ChunkGap, keys: int, start: int) -> None:
@@ -166,13 +169,15 @@ def _split_chunks(split: _Split, geometry: ChunkGap, keys: int, start: int) -> N
         row = max(begin, split.before)
         end = min(begin + size, keys)
         if geometry.first <= 0:  # the query's own chunk
-            split.add(WHOLE, row, end, max(begin, 0), row)
-            split.add(CAUSAL, row, end, row, end)
+            split.add(WHOLE, rows=(row, end), keys=(max(begin, 0), row))
+            split.add(CAUSAL, rows=(row, end), keys=(row, end))
         first = max(geometry.first, 1)
         if geometry.last is None:
-            split.add(WHOLE, row, end, 0, begin - (first - 1) * size)
+            split.add(WHOLE, rows=(row, end), keys=(0, begin - (first - 1) * size))
         for gap in range(first, (geometry.last or 0) + 1):
-            split.add(WHOLE, row, end, max(begin - gap * size, 0), begin - (gap - 1) * size)
+            split.add(
+                WHOLE, rows=(row, end), keys=(max(begin - gap * size, 0), begin - (gap - 1) * size)
+            )
 
 
 def _split_window(split: _Split, far: int, low: int, high: int, width: int) -> None:
@@ -187,11 +192,11 @@ def _split_window(split: _Split, far: int, low: int, high: int, width: int) -> N
     for begin in range(low // size * size, high, size):
         row = max(low, begin)
         end = min(high, begin + size)
-        split.add(WHOLE, row + far, end + far, begin, row if width else begin)
-        split.add(CAUSAL, row + far, end + far, row, end)
+        split.add(WHOLE, rows=(row + far, end + far), keys=(begin, row if width else begin))
+        split.add(CAUSAL, rows=(row + far, end + far), keys=(row, end))
         if begin and width:
-            split.add(REVERSED, row + far, end + far, row - size, end - size)
-            split.add(WHOLE, row + far, end + far, end - size, begin)
+            split.add(REVERSED, rows=(row + far, end + far), keys=(row - size, end - size))
+            split.add(WHOLE, rows=(row + far, end + far), keys=(end - size, begin))
 
 
 def refusal(query: Tensor, value: Tensor, call: Call, card: cards.Card | None) -> str | None:

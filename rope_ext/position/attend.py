@@ -1,6 +1,6 @@
 """Attention function and mask function of models under a position map.
 
-A layer that the map does not change attends like transformers; for the others, ``tensors.Step``
+A layer that the map does not change attends like transformers; for the others, ``steps.Step``
 chooses between plain operations (few queries, arbitrary masks) and kernels.
 """
 
@@ -23,7 +23,7 @@ from rope_ext.position.layers import LAYER
 from rope_ext.position.map import PositionMap
 from rope_ext.position.masks import BatchMask, StepKey, shown
 from rope_ext.position.paged import ARGUMENTS, PagedForward
-from rope_ext.position.tensors import WHY, Dense, Layer, Step
+from rope_ext.position.steps import WHY, Dense, Layer, Step
 from rope_ext.rotary.context import current, forward_context, run_eagerly
 
 NAME = "rope_ext"  # names with sdpa, flash, flex_attention or a slash take special paths

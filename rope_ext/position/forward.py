@@ -152,9 +152,10 @@ def shorten(cache: Any, layers: Collection[int], window: int | None) -> None:
     for number in layers:
         before = cache.layers[number]
         if type(before) is DynamicLayer:
-            made = cache.layers[number] = WindowLayer(window)
+            shorter = WindowLayer(window)
+            cache.layers[number] = shorter
             if before.keys is not None and before.values is not None:
-                made.update(before.keys, before.values)
+                shorter.update(before.keys, before.values)
 
 
 _OfRotary = tuple[str, str | None]
@@ -509,7 +510,7 @@ class PositionForward(ForwardContext):
             inv_freq = stored * inv_freq
             stored = torch.ones_like(t)
             inv_freq = inv_freq if phase is None else inv_freq + phase.unsqueeze(-1)
-        made = hooks.rotation(
+        output = hooks.rotation(
             site=site,
             t=stored,
             inv_freq=inv_freq,
@@ -517,7 +518,7 @@ class PositionForward(ForwardContext):
             precise=self.map.precise,
             like=like,
         )
-        known[name] = once([made])[0] if isinstance(made, Tensor) else tuple(once([*made]))
+        known[name] = once([output])[0] if isinstance(output, Tensor) else tuple(once([*output]))
         return known[name]
 
 

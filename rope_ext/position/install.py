@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache
 from rope_ext.config.record import option_texts
 from rope_ext.encodings import Heads
 from rope_ext.errors import CacheError, OptionError, UnsupportedModelError
-from rope_ext.position import direction, inputs, layers, learned, paged, tensors
+from rope_ext.position import direction, inputs, layers, learned, paged, steps
 from rope_ext.position.attend import NAME
 from rope_ext.position.forward import SPARE, PositionForward, require_known, shorten
 from rope_ext.position.map import PositionMap
@@ -163,7 +163,7 @@ class Installed(context.Tracker):
         kept: list[nn.Module],
         changes: Changes,
     ) -> None:
-        """Attach a :class:`tensors.Layer` and learned modules to every attention module."""
+        """Attach a :class:`steps.Layer` and learned modules to every attention module."""
         position_map = self.map
         encoding = position_map.encoding
         _ = position_map.query_span  # cached, since a graph could not
@@ -175,7 +175,7 @@ class Installed(context.Tracker):
         for module, layout in layouts.items():
             window = position_map.window if module in kept else None
             if layout is None or (module in kept and window is None):  # attends as trained
-                set_attribute(module, layers.LAYER, tensors.Layer(position_map), changes)
+                set_attribute(module, layers.LAYER, steps.Layer(position_map), changes)
                 continue
             owner = None
             if window is None:  # the map changes it
@@ -186,7 +186,7 @@ class Installed(context.Tracker):
                 if temperature is not None:
                     scales = learned.HeadScales(temperature, layout.heads.count, module)
                     learned.put(module, learned.TEMPERATURE, scales, changes)
-            layer = tensors.Layer(
+            layer = steps.Layer(
                 map=position_map,
                 layout=layout,
                 number=numbers.setdefault((layout, window), len(numbers)),
@@ -221,7 +221,7 @@ class Installed(context.Tracker):
             )
         return owner
 
-    def _copy_tables(self, layer: tensors.Layer, site: RotarySite) -> None:
+    def _copy_tables(self, layer: steps.Layer, site: RotarySite) -> None:
         """Copy the constants of a layer to its device, since graphs cannot cache a copy."""
         device = getattr(site.module, site.buffer).device
         if device.type == "meta":
@@ -281,9 +281,9 @@ class Installed(context.Tracker):
         native = self._config._attn_implementation != NAME
         if native or self.both or not direction.is_causal(self._config, given):
             return None
-        return tensors.traced(self.map, given)
+        return steps.traced(self.map, given)
 
-    @context.run_eagerly(tensors.WHY)
+    @context.run_eagerly(steps.WHY)
     def start(self, given: dict[str, Any]) -> None:
         name = self.map.method.name
         context.refuse_sharded(name, self.map.instead)
@@ -389,9 +389,14 @@ class Installed(context.Tracker):
             raise inputs.run_by_itself(self.map, site.module)
         forward.locate(positions)
         if native:
-            given = site.loaded, site.scaling, self.map.precise, output
-            made = hooks.rotation(site, positions, *given)
-            forward.shared.native[site.name, site.layer_type] = made
+            forward.shared.native[site.name, site.layer_type] = hooks.rotation(
+                site=site,
+                t=positions,
+                inv_freq=site.loaded,
+                scaling=site.scaling,
+                precise=self.map.precise,
+                like=output,
+            )
         return forward.embeddings(site, output)
 
     @context.as_forward

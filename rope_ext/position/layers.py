@@ -203,11 +203,11 @@ def find_key_projections(
     for seen in (seen for site in sites for seen in _run(decoder, site)):
         keys = seen.key[0].transpose(0, 1).flatten(1).double()  # [tokens, columns of all heads]
         for name, part in seen.module.named_children():
-            made = seen.returned.get(part) if hasattr(part, "in_features") else None
-            if made is None or made.shape[:-1] != (2, len(keys)):
+            output = seen.returned.get(part) if hasattr(part, "in_features") else None
+            if output is None or output.shape[:-1] != (2, len(keys)):
                 continue
-            rows = torch.cdist(keys.mT, made[0].double().mT).argmin(1)
-            if torch.equal(made[0, :, rows].double(), keys):
+            rows = torch.cdist(keys.mT, output[0].double().mT).argmin(1)
+            if torch.equal(output[0, :, rows].double(), keys):
                 found.setdefault(seen.module, KeyProjection(name, rows, len(seen.key[0])))
     lacking = next((module for module in modules if module not in found), None)
     if lacking is not None:
@@ -373,9 +373,9 @@ class _Numbers:
         rows = output.unflatten(0, (2, -1))
         if _differs(rows, 0.1):  # it comes after the rotation
             return output
-        made = torch.randn(rows.shape[1:], generator=self.generator, device="cpu")
-        self.returned[part] = made = made.to(output).expand_as(rows).flatten(0, 1)
-        return made
+        random = torch.randn(rows.shape[1:], generator=self.generator, device="cpu")
+        self.returned[part] = random.to(output).expand_as(rows).flatten(0, 1)
+        return self.returned[part]
 
 
 def _look(

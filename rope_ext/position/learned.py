@@ -166,9 +166,9 @@ class DistanceBias(Learning):
         def make(count: int, ahead: bool = False) -> Tensor | None:
             distance = torch.arange(count, dtype=dtype, device=device)
             of = self.encoding.bias_ahead if ahead else self.encoding.bias
-            made = of(distance, self.heads.count, learned)
+            bias = of(distance, self.heads.count, learned)
             # With -inf, a tile could be masked for a whole row, and kernels would divide by zero.
-            return None if made is None else made.clamp(min=-1e30)
+            return None if bias is None else bias.clamp(min=-1e30)
 
         if not both:
             bias = self.kept((device, dtype), count, room, make)

@@ -38,7 +38,7 @@ class RotationTable:
         self.inv_freq = inv_freq
         self.idle = to is stored or (to == stored and not callable(to))
         self.constant = not callable(to) and not callable(stored)
-        self._made: dict[tuple, tuple[Tensor, Tensor]] = {}
+        self._tables: dict[tuple, tuple[Tensor, Tensor]] = {}
 
     def at(self, t: Tensor, dtype: torch.dtype, origin: Origin = 0) -> Rotation:
         """For any positions, ``[tokens, pairs]``."""
@@ -58,14 +58,14 @@ class RotationTable:
         if self.constant:
             first = 0
             last = 1
-        made = self._made.get((device, dtype))
-        if made is None or len(made[0]) < last:
-            size = last if made is None else max(last, 2 * len(made[0]))
+        table = self._tables.get((device, dtype))
+        if table is None or len(table[0]) < last:
+            size = last if table is None else max(last, 2 * len(table[0]))
             with torch.inference_mode(False):  # the table outlives inference mode
-                made = self.at(torch.arange(size, device=device), dtype)
-            assert made is not None, "it is not idle"
-            self._made[device, dtype] = made
-        return made[0][first:last], made[1][first:last]
+                table = self.at(torch.arange(size, device=device), dtype)
+            assert table is not None, "it is not idle"
+            self._tables[device, dtype] = table
+        return table[0][first:last], table[1][first:last]
 
 
 class Decay:
@@ -205,27 +205,27 @@ class PositionMap:
         ``window``: for layers that keep the trained rotation and attend to that many tokens.
         ``both``: for attention in both directions.
         """
-        made = self._rotations.setdefault((layout, window, both), [])  # shared by equal layers
-        if made:
-            return made
+        rotations = self._rotations.setdefault((layout, window, both), [])  # shared by equal layers
+        if rotations:
+            return rotations
         bands = self.bands_both_ways if both else self.bands
         inv_freq = self.frequencies[layout.site][0]
         growth = self.encoding.growth(len(inv_freq))
         inv_freq = inv_freq.to(torch.float64 if self.precise else torch.float32)
         if window is not None:
             idle = RotationTable(0, 0, inv_freq)
-            made.append(BandRotation(Distance(0, window), idle, idle))
+            rotations.append(BandRotation(Distance(0, window), idle, idle))
         elif growth is not None:
             # Opposite signs, so that only the distance is left in the product of query and key.
             of_query = Decay(growth)
             of_key = Decay(-growth)
-            made += [BandRotation(band.geometry, of_query, of_key) for band in bands]
+            rotations += [BandRotation(band.geometry, of_query, of_key) for band in bands]
         else:
             for band in bands:
                 query = RotationTable(band.query, self.stored, inv_freq)
                 key = RotationTable(band.key, self.stored, inv_freq)
-                made.append(BandRotation(band.geometry, query, key))
-        return made
+                rotations.append(BandRotation(band.geometry, query, key))
+        return rotations
 
     @functools.cached_property
     def _tempered(self) -> Temperature | None:

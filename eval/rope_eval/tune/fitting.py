@@ -25,7 +25,7 @@ from rope_ext.patching import Patch, current_patch, unpatched
 from rope_ext.position.attend import NAME
 from rope_ext.position.layers import LAYER
 from rope_ext.position.learned import BIAS, DistanceBias
-from rope_ext.position.tensors import Dense, Layer
+from rope_ext.position.steps import Dense, Layer
 from rope_ext.rotary.context import attending
 from rope_ext.rotary.sites import evaluating, text_decoder, vocabulary_of
 

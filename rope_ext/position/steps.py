@@ -1,8 +1,8 @@
-"""Shared state of layers with the same layout in a forward, as tensors, for compiled graphs.
+"""A patch's state of an attention module, and steps: what its layers share in a forward.
 
-A graph must work for every step of a sequence, so everything that depends on values is computed
-from tensors: positions, the number of filled slots, and padding. Eager steps with few queries also
-use this, to read no values on a GPU. Other forwards run eagerly, which breaks the graph.
+A compiled graph must work for every step of a sequence, so all that depends on values is computed
+from tensors there: positions, the number of filled slots, and padding. Eager steps with few queries
+do this, too, to read no values on a GPU. Other forwards run eagerly, which breaks the graph.
 """
 
 import math
@@ -48,14 +48,14 @@ def traced(position_map: PositionMap, given: dict[str, Any]) -> PositionForward 
     positions = given.get("position_ids")
     mask = context.mask_of_decoder(given.get("attention_mask"))
     forward = in_cache(position_map, cache, rows, count)
-    if forward is None:
+    if forward is None:  # a cache that is neither empty nor static, or lies on another device
         return None
     padding = mask
     if isinstance(mask, BatchMask):
         if not mask.plain:  # packed documents, or a mask of another kind
             return None
         padding = mask.valid
-    if padding is not None and padding.ndim != 2:
+    if padding is not None and padding.ndim != 2:  # whether it is causal depends on its values
         return None
     # Then a graph may assume tokens 0, 1, 2, ... of one sequence in every row.
     regular = isinstance(forward.filled, int) and mask is None and positions is None
@@ -66,7 +66,7 @@ def traced(position_map: PositionMap, given: dict[str, Any]) -> PositionForward 
     query_span = position_map.query_span
     if query_span is not None or position_map.encoding.scored():
         regular = False  # kernels for many queries do not support these as tensors
-        if count > min(FEW, query_span or FEW):
+        if count > min(FEW, query_span or FEW):  # plain operations have all logits at once
             return None
     forward.regular = regular
     forward.exported = context.is_exporting()
@@ -291,10 +291,10 @@ class Step:
 
     def _in_runs(self, dtype: torch.dtype) -> list[tuple[Run, list[RotatedBand]]]:
         """Return the runs with their bands, split where queries have to be rotated together."""
-        made = self._bands_of_runs.get(dtype)
-        if made is not None:
-            return made
-        made = []
+        banded = self._bands_of_runs.get(dtype)
+        if banded is not None:
+            return banded
+        banded = []
         device = self.forward.device
         query_span = self.forward.map.query_span
         for run in within(self.runs or [], query_span):
@@ -310,9 +310,9 @@ class Step:
                 )
                 for band in self.rotations
             ]
-            made.append((run, bands))
-        self._bands_of_runs[dtype] = made
-        return made
+            banded.append((run, bands))
+        self._bands_of_runs[dtype] = banded
+        return banded
 
     def _many(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> Tensor:
         """Compute attention for many queries in a graph."""
@@ -406,8 +406,8 @@ class Step:
         counted = not self.forward.begins and self.forward.shown is None
         if by.idle or self.forward.traced or isinstance(by, Decay) or not counted:
             return by.at(t, dtype, origin)
-        made = by.between(0, self.forward.room, t.device, dtype)
-        return each_table(made, lambda x: x.expand(*t.shape, -1) if len(x) == 1 else x[t.clamp(0)])
+        table = by.between(0, self.forward.room, t.device, dtype)
+        return each_table(table, lambda x: x.expand(*t.shape, -1) if len(x) == 1 else x[t.clamp(0)])
 
     def _everywhere(self, by: RotationTable | Decay) -> Rotation:
         """Return the rotation of all positions below the room, float32, ``[room, pairs]``."""
@@ -415,8 +415,8 @@ class Step:
         device = self.forward.device
         if self.forward.traced:
             return by.at(torch.arange(room, device=device), torch.float32)
-        made = by.between(0, room, device, torch.float32)
-        return each_table(made, lambda x: x.expand(room, -1).contiguous())
+        table = by.between(0, room, device, torch.float32)
+        return each_table(table, lambda x: x.expand(room, -1).contiguous())
 
     def _temperature(self, dtype: torch.dtype) -> Tensor | None:
         """Return the factor of every query, ``[rows or 1, tokens]``; None: 1."""
@@ -428,8 +428,8 @@ class Step:
         """Multiply queries by their temperature, in the dtype of logits."""
         dtype = wide(query)
         if dtype not in self._scales:
-            made = self._temperature(dtype)
-            self._scales[dtype] = None if made is None else made[:, None, :, None]
+            scale = self._temperature(dtype)
+            self._scales[dtype] = None if scale is None else scale[:, None, :, None]
         scale = self._scales[dtype]
         return query if scale is None else (query * scale).to(query.dtype)
 
@@ -439,9 +439,9 @@ class Step:
         ``by_head``: with a dimension for heads, ``[rows, 1, tokens, pairs]``, or without that of
         rows if all rows are equal.
         """
-        made = self._bands.get((dtype, by_head))
-        if made is not None:
-            return made
+        rotated = self._bands.get((dtype, by_head))
+        if rotated is not None:
+            return rotated
         query = self.forward.query
         key = self.forward.key[:, self.offset :]
         origin: Any = 0
@@ -457,19 +457,19 @@ class Step:
         elif self.forward.regular:
             flat = [x[0] for x in flat]
         tables = iter(flat)  # cosine and sine of each rotation, in the order of the loop above
-        made = []
+        rotated = []
         for band in self.rotations:
             of_query = None if band.query.idle else (next(tables), next(tables))
             of_key = None if band.key.idle else (next(tables), next(tables))
-            made.append(RotatedBand(geometry=band.geometry, query=of_query, key=of_key))
-        self._bands[dtype, by_head] = made
-        return made
+            rotated.append(RotatedBand(geometry=band.geometry, query=of_query, key=of_key))
+        self._bands[dtype, by_head] = rotated
+        return rotated
 
     def _at_slots(self) -> Places:
         """Return the positions of queries and of the keys from ``offset`` on, and what is seen."""
         if self._places is None:
             forward = self.forward
-            made = Places.in_slots(
+            places = Places.in_slots(
                 query=forward.query,
                 key=forward.key[:, self.offset :],
                 real=forward.real()[:, self.offset :],
@@ -477,6 +477,6 @@ class Step:
                 both=forward.both,
             )
             if self.seen is not None:  # a mask decides alone, also about later slots
-                made = replace(made, mask=self.seen, newest=None)
-            self._places = replace(made, visible={})
+                places = replace(places, mask=self.seen, newest=None)
+            self._places = replace(places, visible={})
         return self._places

@@ -61,7 +61,7 @@ _VLLM = _Server(
     draft=(  # compose_draft_hf_overrides in config/speculative.py
         "a draft of --speculative-config (MTP head, EAGLE, DFlash) is not given --hf-overrides: "
         "serve copies of the folders with the config.json of rope-ext export --engine "
-        "transformers; without it, drafts beyond the trained length are rejected"
+        "transformers; without it, fewer drafts are accepted beyond the trained length"
     ),
 )
 _POOLING = _VLLM._replace(  # an embedding of each text, or of each token

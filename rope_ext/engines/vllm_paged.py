@@ -19,9 +19,6 @@ from rope_ext.engines.served import Served, StoredKeys, paged_tables
 from rope_ext.engines.vllm_plugin import served_method
 from rope_ext.errors import ExportError
 
-WITHOUT_DRAFT_MODEL = ("ngram", "ngram_gpu", "suffix")
-"""Kinds of speculative decoding; with a draft model, its layers would use the same backend."""
-
 
 def _current_tables(served: Served) -> paged.Tables:
     """Return the tables of the model that is being loaded."""
@@ -75,8 +72,7 @@ class Backend(TritonAttentionBackend):
     @staticmethod
     def rotary_embedding(served: Served) -> nn.Module:
         """Return the rotary embedding of a model, and select this backend for its layers."""
-        whole = get_current_vllm_config()
-        config = whole.attention_config
+        config = get_current_vllm_config().attention_config
         own = AttentionBackendEnum.CUSTOM
         others = {x for x in (config.backend, *config.backend_per_kind.values()) if x} - {own}
         if others:
@@ -84,12 +80,6 @@ class Backend(TritonAttentionBackend):
             raise ExportError(
                 f"rope_ext serves {served.method.name} with --attention-backend CUSTOM, not with "
                 f"{names}; leave out --attention-backend"
-            )
-        draft = whole.speculative_config
-        if draft is not None and draft.method not in WITHOUT_DRAFT_MODEL:
-            raise ExportError(
-                f"rope_ext serves {served.method.name} without draft models on GPUs, and this is "
-                f"{draft.method!r}; use {' or '.join(WITHOUT_DRAFT_MODEL)}"
             )
         served.refuse_pairs()
         config.backend = own  # models make their rotary embedding before their attention

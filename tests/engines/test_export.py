@@ -189,7 +189,7 @@ def test_a_position_method_is_exported_to_vllm_for_the_plugin_of_rope_ext(tmp_pa
     save_checkpoint(tmp_path / "base")
     asked = [str(tmp_path / "base"), "--method", "self_extend", "--factor", "4"]
     made = CliRunner().invoke(app, ["export", *asked, "--engine", "vllm"])
-    command, note = made.stdout.splitlines()
+    command, note, *_ = made.stdout.splitlines()
     assert command.startswith(f"{serve} {tmp_path / 'base'} --hf-overrides ")
     assert "rope_ext in its environment" in note
     assert "rope-ext verify" in made.output and "--engine vllm" in made.output
@@ -226,7 +226,7 @@ def test_a_position_method_is_exported_to_sglang_for_the_plugin_of_rope_ext(tmp_
     save_checkpoint(tmp_path / "base")
     asked = [str(tmp_path / "base"), "--method", "self_extend", "--factor", "4"]
     made = CliRunner().invoke(app, ["export", *asked, "--engine", "sglang"])
-    command, note = made.stdout.splitlines()
+    command, note, *_ = made.stdout.splitlines()
     assert "rope_ext in its environment" in note and "not run" in note
     assert command.startswith(f"{serve} {tmp_path / 'base'} --attention-backend rope_ext ")
     words = shlex.split(command)
@@ -435,3 +435,13 @@ def test_the_draft_of_a_checkpoint_is_not_forgotten(family: str) -> None:
             assert ("MTP head" in found) == (family != "llama")
         else:  # any model may have a draft in a folder of its own
             assert "MTP head, EAGLE, DFlash" in found
+
+
+def test_a_saved_folder_does_not_speak_for_the_draft_beside_it(tmp_path: Path) -> None:
+    model = rope_ext.patch(tiny_model("llama"), "yarn", factor=4)
+    model.save_pretrained(tmp_path / "yarn")
+    for engine in ("vllm", "sglang"):
+        assert "a draft in a folder of its own" in str(rope_ext.export(tmp_path / "yarn", engine))
+    rope_ext.patch(model, "rerope", factor=4, replace=True).save_pretrained(tmp_path / "rerope")
+    for engine, word in (("vllm", "without draft models"), ("sglang", "--speculative-algorithm")):
+        assert word in str(rope_ext.export(tmp_path / "rerope", engine))

@@ -214,17 +214,19 @@ def rollouts(
     return found[0], trainer
 
 
-@pytest.mark.parametrize("name", ["GRPO", "RLOO"])
+@pytest.mark.parametrize(
+    ("name", "method"), [("GRPO", "yarn"), ("GRPO", "self_extend"), ("RLOO", "yarn")]
+)
 def test_paged_rollouts_are_those_of_the_patched_model(
-    name: str, tmp_path: Path, monkeypatch: Any
+    name: str, method: str, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    model = patched(tmp_path, "yarn")
+    model = patched(tmp_path, method)
     paged, trainer = rollouts(name, model, tmp_path, monkeypatch, **PAGED)
     assert trainer.state.global_step == 1
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     answers = {}
     for patch, other in (
-        ("patched", rope_ext.patch(copy.deepcopy(base), "yarn", factor=4)),
+        ("patched", rope_ext.patch(copy.deepcopy(base), method, factor=4)),
         ("unpatched", base),
     ):
         made = other.generate(

@@ -363,6 +363,8 @@ def test_what_cannot_be_served_fails_at_load(engine: Engine, tmp_path: Path) -> 
     given = {"speculative_config": {**draft, "num_speculative_tokens": 2}}
     found = engine.answer(tmp_path / "rerope", given, [tokens(20)])
     assert "without draft models" in found["error"]
+    found = engine.answer(tmp_path / "rerope", {"vllm_version": "0.33.0"}, [tokens(20)])
+    assert "not in 0.33.0" in found["error"] and "install vllm==" in found["error"]
 
 
 def test_without_the_plugin_a_folder_fails_at_load(tmp_path: Path) -> None:

@@ -31,6 +31,8 @@ from vllm.distributed import cleanup_dist_env_and_memory  # noqa: E402
 from vllm.model_executor.models import registry  # noqa: E402
 from vllm.pooling_params import PoolingParams  # noqa: E402
 
+from rope_ext.engines import vllm_plugin  # noqa: E402
+
 registry._run_in_subprocess = lambda look: look()  # a process for each architecture
 
 
@@ -41,8 +43,6 @@ def as_on_a_gpu() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     load_general_plugins()
-    from rope_ext.engines import vllm_plugin
-
     vllm_plugin.on_gpu = lambda: True
     register_backend(AttentionBackendEnum.CPU_ATTN, vllm_plugin.PAGED)
     triton_attn.triton_reshape_and_cache_flash = cache
@@ -65,6 +65,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     """What the engine computes for the prompts of a job."""
     given: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 8}
     llm = None
+    own, version = vllm_plugin.version, job["settings"].pop("vllm_version", None)
+    vllm_plugin.version = version or own
     try:
         if "runner" in job["settings"]:  # hidden states; it asks for a tokenizer
             given["pooler_config"] = PoolerConfig(task="token_embed")
@@ -99,6 +101,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         counted = {one.name: one.value for one in llm.get_metrics() if hasattr(one, "value")}
         return {"rows": rows, "added": added, "counted": counted}
     finally:
+        vllm_plugin.version = own
         if llm is not None:
             llm.llm_engine.engine_core.shutdown()
         cleanup_dist_env_and_memory()

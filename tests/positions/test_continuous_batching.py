@@ -122,13 +122,15 @@ def test_families_with_windows_caps_sinks_and_unrotated_layers(kind: str) -> Non
             pytest.param(name, marks=pytest.mark.slow)
             for name in (
                 *("nope", "t5", "kerple_log", "kerple_power", "sandwich", "dape", "cope", "shaw"),
-                *("transformer_xl", "deberta", "3d_rpe", "floater", "drope"),
+                *("transformer_xl", "deberta", "3d_rpe", "floater", "drope", "learned"),
+                "multiplicative",
             )
         ),
     ],
 )
 def test_encodings(name: str) -> None:
-    model = trained(rope_ext.patch(tiny_llama(num_hidden_layers=4), name))
+    tables = {"length": 200} if name in ("learned", "multiplicative") else {}
+    model = trained(rope_ext.patch(tiny_llama(num_hidden_layers=4), name, **tables))
     assert_same(batched(model, PROMPTS), alone(model, PROMPTS))
 
 

@@ -24,8 +24,12 @@ from rope_ext.saving.folder import Saved
 PLUGIN_METHODS = ("rerope", "leaky_rerope", "self_extend", "jet_long", "dual_chunk", "string")
 PLUGIN_VERSIONS = ("0.30", "0.31", "0.32")
 """Tested minor versions of vLLM, newest last."""
-PLUGIN_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""Families whose layers all rotate the halves of whole heads and have no sliding window."""
+_DENSE = ("llama", "mistral", "qwen2", "qwen3")
+PLUGIN_FAMILIES = {
+    "vllm": (*_DENSE, "mixtral", "qwen2_moe", "qwen3_moe", "olmoe"),
+    "sglang": _DENSE,
+}
+"""Tested families, whose layers all rotate the halves of whole heads without a sliding window."""
 SGLANG_VERSIONS = ("0.5.23",)
 """Versions of SGLang whose source was read; its interfaces change from one to the next."""
 SGLANG_BACKEND = "rope_ext"
@@ -115,8 +119,8 @@ def sglang(state: Patch, saved: Saved | None, plugin: bool | None = None) -> Exp
     return _by_fields(_SGLANG, state, saved)
 
 
-def plugin_refusal(state: Patch) -> str | None:
-    """Return why vLLM's plugin does not serve a patch of position methods; None if it does."""
+def plugin_refusal(state: Patch, engine: str) -> str | None:
+    """Return why the plugin of an engine does not serve a patch; None if it does."""
     kind = text_config(state.decoder).model_type
     method = state.method
     others = (state.options.bias, state.options.layers)
@@ -125,9 +129,10 @@ def plugin_refusal(state: Patch) -> str | None:
         return "its plugin serves no encodings, bias=, layers= or learned temperatures"
     if method.name not in PLUGIN_METHODS:
         return f"its plugin serves {', '.join(PLUGIN_METHODS)}, not {method.name}"
-    if kind not in PLUGIN_FAMILIES:
-        return f"its plugin serves {', '.join(PLUGIN_FAMILIES)}, not {kind}"
-    if getattr(text_config(state.decoder), "sliding_window", None) is not None:
+    families = PLUGIN_FAMILIES[engine]
+    if kind not in families:
+        return f"its plugin serves {', '.join(families)}, not {kind}"
+    if getattr(text_config(state.decoder), "sliding_window", None):  # qwen2_moe has 0 for none
         return "its plugin serves no sliding windows; set sliding_window to None before you patch"
     return None
 
@@ -178,7 +183,7 @@ def _pooling(state: Patch, saved: Saved | None) -> Export:
 
 def _by_plugin(server: _Server, state: Patch, saved: Saved | None) -> Export:
     """Return the command for a position method, which a plugin reads from the record."""
-    reason = plugin_refusal(state)
+    reason = plugin_refusal(state, server.name)
     if reason is not None:
         raise Refusal(reason)
     if saved is not None and FIELD in saved.config.to_dict():

@@ -67,7 +67,7 @@ def _read(config: str, engine: str) -> Served | None:
     if state is None or not state.method.replaces_attention:
         return None
     method = cast(PositionMethod, state.method)
-    reason = plugin_refusal(state)
+    reason = plugin_refusal(state, engine.lower())
     if reason is not None:
         raise ExportError(
             f"{engine} cannot serve {state.record}: {reason}; load it with rope_ext.from_pretrained"

@@ -309,9 +309,24 @@ def interpreter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     made.close()
 
 
-@pytest.mark.parametrize(("family", "method"), SERVED)
-def test_the_backend_for_gpus_serves_a_position_method(
-    interpreter: Engine, tmp_path: Path, family: str, method: str
+EXPERTS = [
+    ("mixtral", "rerope"),
+    ("qwen2_moe", "self_extend"),
+    ("qwen3_moe", "jet_long"),
+    ("olmoe", "dual_chunk"),
+]
+"""Mixtures of experts that the plugin serves; SGLang's plugin serves none."""
+
+
+@pytest.mark.parametrize(
+    ("backend", "family", "method"),
+    [
+        *(("interpreter", *case) for case in SERVED + EXPERTS),
+        *(("engine", *case) for case in EXPERTS),
+    ],
+)
+def test_a_family_is_served_under_a_position_method(
+    request: pytest.FixtureRequest, tmp_path: Path, backend: str, family: str, method: str
 ) -> None:
     """In chunks, with decoding beside them, and beginning from cached pages."""
     options = options_of(method, LENGTH)
@@ -319,7 +334,8 @@ def test_the_backend_for_gpus_serves_a_position_method(
     model.save_pretrained(tmp_path)
     ids = tokens(4 * LENGTH)
     prompts = [ids[:20], ids[8:], ids[:LENGTH], ids[: 2 * LENGTH]]
-    found = interpreter.answer(tmp_path, {"max_num_batched_tokens": 2 * LENGTH}, prompts)
+    served: Engine = request.getfixturevalue(backend)
+    found = served.answer(tmp_path, {"max_num_batched_tokens": 2 * LENGTH}, prompts)
     assert "rows" in found, found["error"]
     for prompt, row, (more, after) in zip(prompts, found["rows"], found["added"], strict=True):
         got = torch.tensor([*row, *after])

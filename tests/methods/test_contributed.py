@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,9 @@ import pytest
 import torch
 
 from rope_ext.encodings import Encoding
-from rope_ext.methods import FrequencyMethod, PositionMethod, register
+from rope_ext.methods import FrequencyMethod, Method, PositionMethod, Rope, register
 from rope_ext.methods.temperature import LogN
-from tests.helpers import distances, encodings
+from tests.helpers import distances, encodings, methods
 from tests.helpers.encodings import Made, parameters
 from tests.helpers.models import LENGTH
 from tests.helpers.positions import Seen
@@ -44,38 +45,64 @@ def passes_every_check(case: Case, ids: torch.Tensor, folder: Path) -> None:
     is_saved_and_taken_out(case.plain(), case.patch, ids, folder)
 
 
-def takes_temperatures(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(test_temperature.GIVEN, name, {"factor": FACTOR})
-    test_temperature.test_every_method_takes_both_and_they_replace_its_own(name)
-    test_temperature.test_without_them_each_method_has_what_was_released_with_it(name)
+def set_defaults(monkeypatch: pytest.MonkeyPatch, name: str, **defaults: Any) -> None:
+    monkeypatch.setitem(methods.DEFAULTS, name, methods.Defaults(**defaults))
 
 
-def test_a_frequency_method_with_a_temperature_of_its_own(ids, tmp_path, monkeypatch) -> None:
+def takes_temperatures(method: Method) -> None:
+    test_temperature.takes_both(method)
+    test_temperature.has_its_defaults(method)
+
+
+def warm(factor: float, length: int) -> float:
+    return 1 + 0.05 * math.log(factor)
+
+
+def test_a_frequency_method_with_defaults_of_its_own(ids, tmp_path, monkeypatch) -> None:
     step: type[FrequencyMethod] = of_the_page("A frequency method", "Step")
 
     @register
     class Warm(step):
         name, paper, summary = "warm_step", "an example", "a step, with sharper attention"
 
+        def own_scaling(self, rope: Rope) -> float:
+            return warm(self.factor, rope.length)
+
         def own_temperature(self) -> LogN:
             return LogN()
 
-    takes_temperatures("step", monkeypatch)
-    takes_temperatures("warm_step", monkeypatch)
+    takes_temperatures(step(factor=FACTOR))
     passes_every_check(over("step", under=step(factor=FACTOR)), ids, tmp_path / "step")
-    warm = over("warm_step", under=step(factor=FACTOR), log_n=LENGTH)
-    passes_every_check(warm, ids, tmp_path / "warm")
+
+    with pytest.raises(AssertionError, match="DEFAULTS"):
+        test_temperature.has_its_defaults(Warm(factor=FACTOR))
+    set_defaults(monkeypatch, "warm_step", scaling=warm, temperature=methods.log_n)
+    takes_temperatures(Warm(factor=FACTOR))
+    scaled = step(factor=FACTOR, attention_factor=warm(FACTOR, LENGTH))
+    case = over("warm_step", under=scaled, log_n=LENGTH)
+    passes_every_check(case, ids, tmp_path / "warm")
 
 
 def test_a_position_method_of_two_bands(ids, tmp_path, monkeypatch) -> None:
     halved: type[PositionMethod] = of_the_page("A position method", "Halved")
 
+    @register
+    class WarmHalved(halved):
+        name, paper, summary = "warm_halved", "an example", "far tokens, with sharper attention"
+
+        def own_scaling(self, rope: Rope) -> float:
+            return warm(self.factor, rope.length)
+
     def distance(m: int, n: int, window: int) -> float:
         return m - n if m - n < window else (m + window) / 2 - n / 2
 
-    takes_temperatures(halved.name, monkeypatch)
     monkeypatch.setitem(distances.EVERY, "halved", distance)
-    passes_every_check(over("halved", distance="halved", constants={"window": 16}), ids, tmp_path)
+    takes_temperatures(halved(factor=FACTOR))
+    case = over("halved", distance="halved", constants={"window": 16})
+    passes_every_check(case, ids, tmp_path)
+
+    set_defaults(monkeypatch, "warm_halved", scaling=warm)
+    takes_temperatures(WarmHalved(factor=FACTOR))
 
 
 def test_an_encoding_with_bounds(ids, tmp_path, monkeypatch) -> None:

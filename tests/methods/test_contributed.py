@@ -3,28 +3,41 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+)
+from transformers.modeling_outputs import CausalLMOutput
 
+import rope_ext
 from rope_ext.encodings import Encoding
 from rope_ext.methods import FrequencyMethod, Method, PositionMethod, Rope, register
 from rope_ext.methods.temperature import LogN
 from tests.helpers import distances, encodings, methods
 from tests.helpers.encodings import Made, parameters
 from tests.helpers.models import LENGTH
-from tests.helpers.positions import Seen
+from tests.helpers.positions import Family, Seen
 from tests.helpers.promises import (
     decodes_as_it_reads,
     documents_are_apart,
     is_saved_and_taken_out,
     learns,
     rows_are_as_alone,
+    sees_nothing_later,
 )
 from tests.methods import test_temperature
-from tests.methods.cases import FACTOR, LLAMA, Case, encoding, over
+from tests.methods.cases import CASES, FACTOR, LLAMA, Case, encoding, over
 from tests.methods.test_matrix import STEPS, is_the_formula
 from tests.test_docs import snippets
 
@@ -132,3 +145,63 @@ def test_an_encoding_with_bounds(ids, tmp_path, monkeypatch) -> None:
             slopes.fill_(7.0)
     model(ids).logits.sum().backward()
     assert all((slopes == 0.4).all() for slopes in parameters(model).values())
+
+
+def own_family(monkeypatch: pytest.MonkeyPatch) -> Family:
+    """The family of the page, with logits, which transformers knows until the test ends."""
+    names: dict[str, Any] = {"__name__": __name__}
+    exec(snippets("A family")[0], names)
+    config_class, page_class = names["OwnConfig"], names["OwnModel"]
+
+    class OwnForCausalLM(page_class):
+        def forward(self, input_ids, attention_mask=None, use_cache=None):
+            [hidden] = super().forward(input_ids, attention_mask, use_cache)
+            return CausalLMOutput(logits=hidden @ self.embed_tokens.weight.mT)
+
+    for mapping in (CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING):
+        monkeypatch.setattr(mapping, "_extra_content", {**mapping._extra_content})
+    AutoConfig.register("own", config_class)
+    AutoModelForCausalLM.register(config_class, OwnForCausalLM)
+
+    class OwnFamily(Family):
+        def model(self) -> nn.Module:
+            torch.manual_seed(0)
+            model = OwnForCausalLM(config_class(vocab_size=128)).eval()
+            for parameter in model.parameters():  # large enough for positions to matter
+                nn.init.normal_(parameter, std=0.25)
+            return model
+
+    return OwnFamily("own", neighbours=True)
+
+
+@contextmanager
+def scaled_by_hand(
+    plain: nn.Module, family: Family, model: nn.Module, t: torch.Tensor
+) -> Iterator[None]:
+    method = rope_ext.YaRN(factor=FACTOR)
+    rotary = plain.rotary_emb
+    trained = rotary.inv_freq.clone()
+    rope = Rope.geometric(base=1e4, dim=2 * len(trained), length=LENGTH)
+    rotary.inv_freq.copy_(method.inv_freq(rope))
+    rotary.attention_scaling = method.attention_scaling(rope)
+    yield
+    rotary.inv_freq.copy_(trained)
+    rotary.attention_scaling = 1.0
+
+
+@pytest.mark.parametrize("key", ["yarn", "rerope", "dual_chunk", "alibi", "t5 over rerope"])
+def test_a_family(key: str, ids, tmp_path, monkeypatch) -> None:
+    """It has no cache and takes no positions, so that nothing is decoded and rows are one text."""
+    family = own_family(monkeypatch)
+    case = CASES[key]
+    if key == "yarn":
+        case = replace(case, formula=scaled_by_hand)
+
+    def patch(model: nn.Module) -> nn.Module:
+        return case.patch(model, original_max_position_embeddings=LENGTH)
+
+    is_the_formula(case, family, family.model(), patch(family.model()), ids)
+    for side in ("left", "right"):
+        rows_are_as_alone(patch(family.model()), side, ids)
+    sees_nothing_later(patch(family.model()), ids)
+    is_saved_and_taken_out(family.model(), patch, ids, tmp_path)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import itertools
 import os
 import re
 import shlex
@@ -68,6 +70,35 @@ def test_files_that_the_docs_name_are_there() -> None:
     for page in DOCS.rglob("*.md"):
         for path in re.findall(names, page.read_text("utf-8")):
             assert (ROOT / path).exists(), f"{page.name}: {path}"
+
+
+def how_it_works(section: str) -> str:
+    _, _, text = (DOCS / "how-it-works.md").read_text("utf-8").partition(f"\n## {section}\n")
+    return text.partition("\n## ")[0]
+
+
+def test_the_glossary_names_files_and_what_they_define() -> None:
+    rows = [
+        line.split("|")[-2].strip() for line in how_it_works("Words").splitlines() if "|" in line
+    ]
+    places = [cell for cell in rows[2:] if cell]  # below the title and the rule
+    assert places
+    for cell in places:
+        path, _, name = cell.strip("`").partition(": ")
+        file = ROOT / "rope_ext" / path
+        assert file.is_file(), cell
+        tree = ast.parse(file.read_text("utf-8"))
+        classes = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
+        assert not name or name in classes, cell
+
+
+def test_the_reading_list_names_files() -> None:
+    paragraphs = how_it_works("What to read first").split("\n\n")
+    [items] = [text for text in paragraphs if text.startswith("* ")]
+    lists = [re.findall(r"`([^`]+)`", item) for item in items.split("\n* ")]
+    assert all(lists)
+    for name in itertools.chain(*lists):
+        assert (ROOT / "rope_ext" / name).with_suffix(".py").is_file(), name
 
 
 @torch.no_grad()

@@ -72,6 +72,14 @@ def test_files_that_the_docs_name_are_there() -> None:
             assert (ROOT / path).exists(), f"{page.name}: {path}"
 
 
+def test_the_tests_that_the_guide_for_contributors_names_are_there() -> None:
+    named = re.findall(r"^\| `(test_\w+)`", (ROOT / "CONTRIBUTING.md").read_text("utf-8"), re.M)
+    sources = [path.read_text("utf-8") for path in (ROOT / "tests").rglob("test_*.py")]
+    assert named
+    for name in named:
+        assert any(f"def {name}(" in source for source in sources), name
+
+
 def how_it_works(section: str) -> str:
     _, _, text = (DOCS / "how-it-works.md").read_text("utf-8").partition(f"\n## {section}\n")
     return text.partition("\n## ")[0]

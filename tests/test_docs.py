@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import itertools
 import os
 import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -19,6 +21,7 @@ from typer.main import get_command
 
 import rope_ext
 from rope_ext.cli import app
+from rope_ext.encodings import Encoding, InputEncoding
 from rope_ext.encodings.alibi import slopes
 from rope_ext.methods import Rope, all_encodings, all_methods
 from tests.helpers.models import tiny_llama
@@ -78,6 +81,32 @@ def test_the_tests_that_the_guide_for_contributors_names_are_there() -> None:
     assert named
     for name in named:
         assert any(f"def {name}(" in source for source in sources), name
+
+
+def hooks(base: type) -> Iterator[tuple[str, str]]:
+    """What a class defines, each with its docstring, or the comment above it."""
+    lines = inspect.getsource(base).splitlines()
+    for node in ast.parse("\n".join(lines)).body[0].body:
+        if isinstance(node, ast.FunctionDef):
+            yield node.name, ast.get_docstring(node) or ""
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            yield node.target.id, lines[node.lineno - 2]
+
+
+@pytest.mark.parametrize("base", [Encoding, InputEncoding])
+def test_a_hook_of_encodings_names_one_that_uses_it(base: type) -> None:
+    encodings = {cls.name: cls for cls in all_encodings() if issubclass(cls, base)}
+    found = dict(hooks(base))
+    for hook, text in found.items():
+        users = {
+            name
+            for name, cls in encodings.items()
+            if any(hook in vars(each) for each in cls.__mro__[: cls.__mro__.index(base)])
+        }
+        named = set(re.findall(r"``(\w+)``", text)) & encodings.keys()
+        assert named <= users, hook
+        assert named or not users, hook
+    assert len(found) > 5
 
 
 def how_it_works(section: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import itertools
+import math
 import os
 import re
 import shlex
@@ -245,6 +246,14 @@ def test_the_family_of_the_page_is_patched() -> None:
     with rope_ext.patched(model, "rerope", factor=4):
         assert (model(tokens)[0] - unpatched).abs().max() > 0.1
     torch.testing.assert_close(model(tokens)[0], unpatched, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("value", [math.nan, 0.0, 1e-38, 1e30])
+def test_a_family_whose_frequencies_were_not_loaded_is_refused(value: float) -> None:
+    model = own_model()
+    model.rotary_emb.inv_freq.fill_(value)
+    with pytest.raises(rope_ext.UnsupportedModelError, match="_init_weights"):
+        rope_ext.patch(model, "yarn", factor=4)
 
 
 @pytest.fixture(scope="module")

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import itertools
+import math
 import os
 import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -17,6 +22,7 @@ from typer.main import get_command
 
 import rope_ext
 from rope_ext.cli import app
+from rope_ext.encodings import Encoding, InputEncoding
 from rope_ext.encodings.alibi import slopes
 from rope_ext.methods import Rope, all_encodings, all_methods
 from tests.helpers.models import tiny_llama
@@ -68,6 +74,69 @@ def test_files_that_the_docs_name_are_there() -> None:
     for page in DOCS.rglob("*.md"):
         for path in re.findall(names, page.read_text("utf-8")):
             assert (ROOT / path).exists(), f"{page.name}: {path}"
+
+
+def test_the_tests_that_the_guide_for_contributors_names_are_there() -> None:
+    named = re.findall(r"^\| `(test_\w+)`", (ROOT / "CONTRIBUTING.md").read_text("utf-8"), re.M)
+    sources = [path.read_text("utf-8") for path in (ROOT / "tests").rglob("test_*.py")]
+    assert named
+    for name in named:
+        assert any(f"def {name}(" in source for source in sources), name
+
+
+def hooks(base: type) -> Iterator[tuple[str, str]]:
+    """What a class defines, each with its docstring, or the comment above it."""
+    lines = inspect.getsource(base).splitlines()
+    for node in ast.parse("\n".join(lines)).body[0].body:
+        if isinstance(node, ast.FunctionDef):
+            yield node.name, ast.get_docstring(node) or ""
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            yield node.target.id, lines[node.lineno - 2]
+
+
+@pytest.mark.parametrize("base", [Encoding, InputEncoding])
+def test_a_hook_of_encodings_names_one_that_uses_it(base: type) -> None:
+    encodings = {cls.name: cls for cls in all_encodings() if issubclass(cls, base)}
+    found = dict(hooks(base))
+    for hook, text in found.items():
+        users = {
+            name
+            for name, cls in encodings.items()
+            if any(hook in vars(each) for each in cls.__mro__[: cls.__mro__.index(base)])
+        }
+        named = set(re.findall(r"``(\w+)``", text)) & encodings.keys()
+        assert named <= users, hook
+        assert named or not users, hook
+    assert len(found) > 5
+
+
+def how_it_works(section: str) -> str:
+    _, _, text = (DOCS / "how-it-works.md").read_text("utf-8").partition(f"\n## {section}\n")
+    return text.partition("\n## ")[0]
+
+
+def test_the_glossary_names_files_and_what_they_define() -> None:
+    rows = [
+        line.split("|")[-2].strip() for line in how_it_works("Words").splitlines() if "|" in line
+    ]
+    places = [cell for cell in rows[2:] if cell]  # below the title and the rule
+    assert places
+    for cell in places:
+        path, _, name = cell.strip("`").partition(": ")
+        file = ROOT / "rope_ext" / path
+        assert file.is_file(), cell
+        tree = ast.parse(file.read_text("utf-8"))
+        classes = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
+        assert not name or name in classes, cell
+
+
+def test_the_reading_list_names_files() -> None:
+    paragraphs = how_it_works("What to read first").split("\n\n")
+    [items] = [text for text in paragraphs if text.startswith("* ")]
+    lists = [re.findall(r"`([^`]+)`", item) for item in items.split("\n* ")]
+    assert all(lists)
+    for name in itertools.chain(*lists):
+        assert (ROOT / "rope_ext" / name).with_suffix(".py").is_file(), name
 
 
 @torch.no_grad()
@@ -177,6 +246,14 @@ def test_the_family_of_the_page_is_patched() -> None:
     with rope_ext.patched(model, "rerope", factor=4):
         assert (model(tokens)[0] - unpatched).abs().max() > 0.1
     torch.testing.assert_close(model(tokens)[0], unpatched, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("value", [math.nan, 0.0, 1e-38, 1e30])
+def test_a_family_whose_frequencies_were_not_loaded_is_refused(value: float) -> None:
+    model = own_model()
+    model.rotary_emb.inv_freq.fill_(value)
+    with pytest.raises(rope_ext.UnsupportedModelError, match="_init_weights"):
+        rope_ext.patch(model, "yarn", factor=4)
 
 
 @pytest.fixture(scope="module")

@@ -118,12 +118,13 @@ def test_no_room_imports_a_higher_one() -> None:
     assert not upward
 
 
-def test_rope_ext_has_nine_floors_and_ten_files_beside_them() -> None:
-    package = ROOT / "rope_ext"
-    folders = {path.name for path in package.iterdir() if path.is_dir()}
-    floors = [line for line in ROOMS["rope_ext"] if folders & set(line.split())]
-    assert len(floors) <= 9 and "." not in "".join(floors)
-    assert len(list(package.glob("*.py"))) <= 10
+def test_every_module_has_a_room_and_every_room_is_there() -> None:
+    modules = set(imports_of_the_packages())
+    for module in modules:
+        room(module)
+    for package, rooms in ROOMS.items():
+        names = {f"{package}.{name}" for line in rooms for name in line.split() if name != package}
+        assert names <= modules
 
 
 def test_no_file_uses_what_is_private_to_another() -> None:

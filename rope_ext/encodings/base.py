@@ -97,21 +97,170 @@ class Encoding(PositionMethod):
 
     kind: ClassVar[str] = "encoding"
     allows_factor_one: ClassVar[bool] = True
-    sided: ClassVar[bool] = False  # in both directions, later keys have parameters of their own
-    later_keys: ClassVar[bool] = False  # its :meth:`logits` distinguish later from earlier keys
-    shared: ClassVar[bool] = False  # one set of parameters for the model, not one per layer
-    additive: ClassVar[bool] = False  # its scores do not depend on the content of queries and keys
-    projected: ClassVar[bool] = False  # :meth:`logits` gets the ``key_projection`` of its layer
-    by_layer: ClassVar[bool] = False  # its options choose its layers, and ``layers=`` cannot
-    redefining: ClassVar[tuple[str, ...]] = ()  # options that change the meaning of parameters
-    grows: ClassVar[int | None] = None  # dimension in which new rows of tables copy the last one
-    # Layers whose input it changes: the first, every, or the first of the last n.
-    entered: ClassVar[Literal["first", "every"] | int | None] = None
 
     factor: Factor = 1.0
 
+    # --- A bias by distance: most encodings need no more than this. ---
+
+    def bias(self, distance: Tensor, heads: int, learned: Learned) -> Tensor | None:
+        """The term that is added to the logits, as in ``alibi``; None: no bias.
+
+        ``[heads, n]`` for ``distance``, tokens from query to key, 0, 1, 2, ..., float32 or better,
+        in its dtype; -inf for hidden distances.
+        """
+        return None
+
+    def saturates_at(self) -> int | None:
+        """Distance (tokens) from which on the bias is constant, as in ``t5``; None: it never is."""
+        return None
+
+    def bias_ahead(self, distance: Tensor, heads: int, learned: Learned) -> Tensor | None:
+        """:meth:`bias` of keys after the query, in both directions; by default symmetric.
+
+        ``t5`` has other parameters for them.
+        """
+        return self.bias(distance, heads, learned)
+
+    # --- Learned parameters. ---
+
+    # One set of parameters for the model, not one per layer (``t5``).
+    shared: ClassVar[bool] = False
+    # In both directions, later keys have parameters of their own (``t5``).
+    sided: ClassVar[bool] = False
+    # Options that change the meaning of parameters (``dape``).
+    redefining: ClassVar[tuple[str, ...]] = ()
+    # Dimension in which new rows of tables copy the last one (``cope``).
+    grows: ClassVar[int | None] = None
+
+    def initial(self, heads: Heads) -> dict[str, Tensor]:
+        """The initial learned parameters by name: float32, reproducible by torch's seed.
+
+        Zeros in ``t5``, random in ``kerple_log``.
+        """
+        return {}
+
+    @property
+    def bounds(self) -> Bounds:
+        """The smallest and largest value of bounded parameters, by name, as in ``kerple_log``.
+
+        They are applied to the stored parameters, and before :meth:`bias` and :meth:`logits`.
+        """
+        return {}
+
+    def grown(self, name: str, learned: Tensor, initial: Tensor) -> Tensor | None:
+        """Parameters learned with other options, in the shape of ``initial``, as in ``t5``.
+
+        None if there is no exact conversion; patching then raises an error.
+        """
+        return None if self.grows is None else lengthened(learned, initial, self.grows, repeat=True)
+
+    # --- Rarely: logits beyond a bias, because they depend on queries and keys. ---
+
+    # Its :meth:`logits` distinguish later from earlier keys (``shaw``).
+    later_keys: ClassVar[bool] = False
+    # Its :meth:`logits` do not depend on the content of queries and keys (``fire``).
+    additive: ClassVar[bool] = False
+    # Its :meth:`logits` get the ``key_projection`` of their layer (``transformer_xl``).
+    projected: ClassVar[bool] = False
+
+    def logits(self, block: Block, learned: Learned) -> Tensor:
+        """The logits with positions, in the shape of ``block.content``, instead of a :meth:`bias`.
+
+        As in ``shaw``. The learned parameters come with the :meth:`constants` and, if
+        ``projected``, with ``key_projection``: the layer's weight for the keys of every query head,
+        ``[heads, columns, hidden size]``.
+        """
+        raise NotImplementedError
+
+    def constants(self, heads: Heads, device: torch.device) -> dict[str, Tensor]:
+        """Fixed tensors that :meth:`logits` gets with the learned parameters, by name: float32.
+
+        ``shaw`` has its sinusoidal table here.
+        """
+        return {}
+
+    def more(self, weights: Tensor, block: Block, learned: Learned) -> Tensor | None:
+        """A term added to the output, ``[batch, heads, rows, value columns]``, or None.
+
+        ``weights``: ``[batch, heads, rows, keys]``, float32 or better, after the softmax. ``shaw``
+        adds the relative positions of the values.
+        """
+        return None
+
+    def pair_width(self, heads: int) -> int:
+        """Numbers that :meth:`logits` stores at a time for every pair of query and key.
+
+        Twice the hidden units of the network in ``fire``.
+        """
+        return 0
+
+    # --- Rarely: rotating by something else. ---
+
     def bands(self) -> tuple[Band, ...]:
+        """One band of all keys, which are not rotated; those of ``xpos`` are."""
         return (Band(Distance(0, None), 0.0, 0.0),)
+
+    def phase(self, t: Tensor) -> Tensor | None:
+        """Additional rotation in radians of every pair at ``t`` (float64); None: 0.
+
+        ``3d_rpe`` rotates by the number of the chunk.
+        """
+        return None
+
+    def growth(self, pairs: int) -> Tensor | None:
+        """Growth of the logarithm of a query, and decrease of that of a key, per token.
+
+        Float64, ``[pairs]``, 0 or less, so that logits fall with the distance, as in ``xpos``.
+        None: no growth.
+        """
+        return None
+
+    def initial_positions(self, columns: int, heads: int) -> dict[str, Tensor]:
+        """The initial parameters of :meth:`places` in a layer with ``heads`` key heads.
+
+        Used by ``repo``.
+        """
+        return {}
+
+    def places(self, x: Tensor, t: Tensor, learned: Learned) -> Tensor:
+        """Positions to rotate queries and keys by, ``[rows, key heads, tokens]``.
+
+        They depend on the token alone, so that keys can be rotated before caching. ``x`` is
+        the input of the layer, float32 or better, ``[rows, tokens, columns]``; ``t`` the positions
+        in the sequence, in the same dtype, ``[rows or 1, tokens]``. ``repo`` computes them by a
+        network.
+        """
+        raise NotImplementedError
+
+    def reached(self, rope: Rope) -> int:
+        """The target length: distances are not rotations, so none needs training.
+
+        ``repo`` with shifted positions starts as the trained rotation, and ends where this does.
+        """
+        return self.target_length(rope)
+
+    # --- Rarely: choosing layers. ---
+
+    # Its options choose its layers, and ``layers=`` cannot (``swan``).
+    by_layer: ClassVar[bool] = False
+
+    def default_layers(self, count: int) -> tuple[int, ...] | None:
+        """Which of ``count`` layers it changes unless ``layers=`` chooses them; None: all.
+
+        The others keep the rotation as trained. ``repo`` leaves out the first 5 of 16.
+        """
+        return None
+
+    def window_beside(self) -> int | None:
+        """Number of tokens that layers with RoPE attend to, as in ``swan``; None: all."""
+        return None
+
+    # --- Rarely: what enters layers; see :class:`InputEncoding`. ---
+
+    # Layers whose input it changes: the first, every, or the first of the last n (``deberta``).
+    entered: ClassVar[Literal["first", "every"] | int | None] = None
+
+    # --- What it does, by what it overrides. ---
 
     @classmethod
     def adds(cls) -> bool:
@@ -128,128 +277,51 @@ class Encoding(PositionMethod):
         """Whether it changes logits in any way other than rotating queries and keys."""
         return cls.scored() or cls.bias is not Encoding.bias
 
-    def reached(self, rope: Rope) -> int:
-        return self.target_length(rope)  # distances are not rotations, so none needs training
-
     @classmethod
     def computes_positions(cls) -> bool:
         """Whether layers rotate by positions that they compute from their hidden states."""
         return cls.places is not Encoding.places
-
-    def initial_positions(self, columns: int, heads: int) -> dict[str, Tensor]:
-        """The initial parameters of :meth:`places` in a layer with ``heads`` key heads."""
-        return {}
-
-    def places(self, x: Tensor, t: Tensor, learned: Learned) -> Tensor:
-        """Positions to rotate queries and keys by, ``[rows, key heads, tokens]``.
-
-        They depend on the token alone, so that keys can be rotated before caching. ``x`` is
-        the input of the layer, float32 or better, ``[rows, tokens, columns]``; ``t`` the positions
-        in the sequence, in the same dtype, ``[rows or 1, tokens]``.
-        """
-        raise NotImplementedError
-
-    def default_layers(self, count: int) -> tuple[int, ...] | None:
-        """Which of ``count`` layers it changes unless ``layers=`` chooses them; None: all.
-
-        The others keep the rotation as trained.
-        """
-        return None
-
-    def window_beside(self) -> int | None:
-        """Number of tokens that layers with RoPE attend to; None: all."""
-        return None
-
-    def phase(self, t: Tensor) -> Tensor | None:
-        """Additional rotation in radians of every pair at ``t`` (float64); None: 0."""
-        return None
-
-    def growth(self, pairs: int) -> Tensor | None:
-        """Growth of the logarithm of a query, and decrease of that of a key, per token.
-
-        Float64, ``[pairs]``, 0 or less, so that logits fall with the distance. None: no growth.
-        """
-        return None
-
-    def initial(self, heads: Heads) -> dict[str, Tensor]:
-        """The initial learned parameters by name: float32, reproducible by torch's seed."""
-        return {}
-
-    def constants(self, heads: Heads, device: torch.device) -> dict[str, Tensor]:
-        """Fixed tensors that :meth:`logits` gets with the learned parameters, by name: float32."""
-        return {}
-
-    @property
-    def bounds(self) -> Bounds:
-        """The smallest and largest value of bounded parameters, by name.
-
-        They are applied to the stored parameters, and before :meth:`bias` and :meth:`logits`.
-        """
-        return {}
-
-    def grown(self, name: str, learned: Tensor, initial: Tensor) -> Tensor | None:
-        """Parameters learned with other options, in the shape of ``initial``.
-
-        None if there is no exact conversion; patching then raises an error.
-        """
-        return None if self.grows is None else lengthened(learned, initial, self.grows, repeat=True)
-
-    def saturates_at(self) -> int | None:
-        """Distance (tokens) from which on the bias is constant; None: it never is."""
-        return None
-
-    def bias(self, distance: Tensor, heads: int, learned: Learned) -> Tensor | None:
-        """The term that is added to the logits; None: no bias.
-
-        ``[heads, n]`` for ``distance``, tokens from query to key, 0, 1, 2, ..., float32 or better,
-        in its dtype; -inf for hidden distances.
-        """
-        return None
-
-    def bias_ahead(self, distance: Tensor, heads: int, learned: Learned) -> Tensor | None:
-        """:meth:`bias` of keys after the query, in both directions; by default symmetric."""
-        return self.bias(distance, heads, learned)
-
-    def logits(self, block: Block, learned: Learned) -> Tensor:
-        """The logits with positions, in the shape of ``block.content``, instead of a :meth:`bias`.
-
-        ``learned`` also has the :meth:`constants` and, if ``projected``, ``key_projection``: the
-        layer's weight for the keys of every query head, ``[heads, columns, hidden size]``.
-        """
-        raise NotImplementedError
-
-    def more(self, weights: Tensor, block: Block, learned: Learned) -> Tensor | None:
-        """A term added to the output, ``[batch, heads, rows, value columns]``, or None.
-
-        ``weights``: ``[batch, heads, rows, keys]``, float32 or better, after the softmax.
-        """
-        return None
-
-    def pair_width(self, heads: int) -> int:
-        """Numbers that :meth:`logits` stores at a time for every pair of query and key."""
-        return 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class InputEncoding(Encoding):
     """Base of encodings that add positions, counted from 0, to the input of layers."""
 
+    # Or every layer, as ``floater``.
     entered: ClassVar[Literal["first", "every"] | int | None] = "first"
-    tabled: ClassVar[bool] = False  # ``p`` of a position depends on all earlier ones
-    extension: ClassVar[str] = ""  # what reaches beyond the table, for an error
+
+    def p(self, t: Tensor, columns: int, rope: Rope, learned: Learned) -> Tensor:
+        """The encoding of positions ``t`` (float64, ``[...]``): ``[..., columns]``.
+
+        A row of a table by default, computed in ``sinusoidal``. If ``tabled``, ``t`` is
+        ``0, 1, 2, ...``, in the dtype in which to compute.
+        """
+        return learned["table"][t.long()]
+
+    def join(self, x: Tensor, p: Tensor) -> Tensor:
+        """The input of a layer with its positions: their sum, or in ``multiplicative`` product."""
+        return x + p
+
+    # --- Learned parameters, and how far they reach. ---
+
+    # ``p`` of a position depends on all earlier ones (``floater``).
+    tabled: ClassVar[bool] = False
+    # What reaches beyond the table, for an error (``learned``).
+    extension: ClassVar[str] = ""
 
     def initial_inputs(self, columns: int, size: float, rope: Rope) -> dict[str, Tensor]:
         """The initial learned parameters by name, as in :meth:`initial`.
 
-        ``size`` is the root mean square of the input of the first layer.
+        ``size`` is the root mean square of the input of the first layer. A table in ``learned``.
         """
         return {}
 
     def limit(self, rope: Rope) -> int | None:
-        """Longest sequence that has positions, in tokens; None: no limit."""
+        """Longest sequence that has positions, in tokens, as in ``learned``; None: no limit."""
         return None
 
     def covers(self, tokens: int, rope: Rope) -> None:
+        """Raise an OptionError for a sequence beyond the :meth:`limit`."""
         limit = self.limit(rope)
         if limit is not None and tokens > limit:
             raise OptionError(
@@ -261,16 +333,6 @@ class InputEncoding(Encoding):
         if name != "table":
             return super().grown(name, learned, initial)
         return lengthened(learned, initial, 0, repeat=False)
-
-    def p(self, t: Tensor, columns: int, rope: Rope, learned: Learned) -> Tensor:
-        """The encoding of positions ``t`` (float64, ``[...]``): ``[..., columns]``.
-
-        If ``tabled``, ``t`` is ``0, 1, 2, ...``, in the dtype in which to compute.
-        """
-        return learned["table"][t.long()]
-
-    def join(self, x: Tensor, p: Tensor) -> Tensor:
-        return x + p
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -570,8 +570,17 @@ def softmax_scales(decoder: nn.Module, **changed: float) -> dict[nn.Module, floa
 
 
 def _base(decoder: nn.Module, base: Any, loaded: Tensor) -> float:
-    if base is None and len(loaded) > 1 and 0 < loaded[1] < 1:
-        return loaded[1].item() ** (-len(loaded))
+    if base is None:
+        second = loaded[1].item() if len(loaded) > 1 else math.nan
+        # Below it, the base would be too large for a float.
+        if not 1e300 ** (-1 / len(loaded)) < second < 1:
+            raise UnsupportedModelError(
+                f"{type(decoder).__name__}: its configuration has no rope_theta, and inv_freq="
+                f"[{', '.join(f'{one:g}' for one in loaded[:3].tolist())}, ...] are no frequencies "
+                f"that fall from 1; if from_pretrained loaded the model, its _init_weights must "
+                f"fill this buffer"
+            )
+        return second ** (-len(loaded))
     number = plain_number(base)
     if number is None or not 1 < number < math.inf:
         raise UnsupportedModelError(

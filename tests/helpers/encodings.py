@@ -403,7 +403,7 @@ ALL: dict[str, Encoding] = {
 
 def parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the learned parameters of a patch, by name in the model."""
-    return {n: p for n, p in model.named_parameters() if ".rope_ext_" in n}
+    return {n: p for n, p in model.named_parameters() if ".rope_ext_" in f".{n}"}
 
 
 Drawn = dict[str, tuple[float, float]]
@@ -441,7 +441,8 @@ def randomized(model: nn.Module, drawn: Drawn | None = None) -> nn.Module:
 
 def of_layer(learned: Learned, number: int | None) -> Learned:
     """Return parameters of one layer and shared ones, by short name, in float64."""
-    own = {n: p for n, p in learned.items() if f".layers.{number}." in n or ".layers." not in n}
+    whole = {f".{n}": p for n, p in learned.items()}
+    own = {n: p for n, p in whole.items() if f".layers.{number}." in n or ".layers." not in n}
     return {n.split(".")[-1]: p.double() for n, p in own.items() if "rope_ext_input" not in n}
 
 

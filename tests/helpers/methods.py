@@ -1,8 +1,10 @@
-"""Every frequency method, with every option that changes its formula."""
+"""Every frequency method, with every option that changes its formula; defaults of all methods."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -66,3 +68,46 @@ VARIANTS: dict[str, Callable[[float, Rope], FrequencyMethod]] = {
     "p_rope": lambda s, rope: PRoPE(factor=s, p=0.7),
     "clipped": lambda s, rope: Clipped(factor=s),
 }
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """The published ``attention_factor`` and temperature of a method.
+
+    Args:
+        scaling: of cosine and sine, for a factor and a trained length.
+        temperature: of the queries at float64 positions, for a trained length; None: 1 everywhere.
+    """
+
+    scaling: Callable[[float, int], float] = lambda factor, length: 1.0
+    temperature: Callable[[torch.Tensor, int], torch.Tensor] | None = None
+
+
+def log_n(t: torch.Tensor, length: int) -> torch.Tensor:
+    return ((t + 1).double().log() / math.log(length)).clamp(min=1)
+
+
+YARN = Defaults(lambda factor, length: 1 + 0.1 * math.log(factor))
+LONGROPE = Defaults(lambda factor, length: math.sqrt(1 + math.log(factor) / math.log(length)))
+FIXED = Defaults(lambda factor, length: 1 + 0.1 * math.log(2))
+LOG_N = Defaults(temperature=log_n)
+DEFAULTS: dict[str, Defaults] = {
+    "yarn": YARN,
+    "dynamic_yarn": YARN,
+    "resonance": YARN,  # of the YaRN that it rounds
+    "mrrope": YARN,
+    "longrope": LONGROPE,
+    "longrope2": LONGROPE,
+    "lampe": FIXED,  # by the released code, at any factor
+    "string": FIXED,  # likewise
+    "dual_chunk": Defaults(lambda factor, length: 1 + 0.05 * math.log(factor)),  # likewise
+    "rerope": LOG_N,
+    "leaky_rerope": LOG_N,
+    "self_extend": LOG_N,  # not published, but better; ``published=True`` leaves it out
+    "dpe": LOG_N,  # likewise
+}
+"""By name, of the methods whose defaults are not 1."""
+
+
+def defaults(name: str) -> Defaults:
+    return DEFAULTS.get(name, Defaults())

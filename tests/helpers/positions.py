@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from transformers.cache_utils import QuantizedLayer
 import rope_ext
 from tests.families.zoo import tiny_model
 from tests.helpers.distances import formula
+from tests.helpers.methods import defaults
 from tests.helpers.models import LENGTH, attending_by
 
 METHODS: dict[str, dict[str, Any]] = {  # small enough that every band matters within 90 tokens
@@ -317,8 +317,9 @@ def by_formula(
             handles.append(module.register_forward_pre_hook(keep, with_kwargs=True))
     t = tokens - tokens[:, :1]
     temperature = torch.ones(t.shape[1], dtype=torch.float64)
-    if log_n is not None and name in ("rerope", "leaky_rerope", "self_extend", "dpe"):
-        temperature = ((t[0] + 1).double().log() / math.log(log_n)).clamp(min=1)
+    own = defaults(name).temperature
+    if log_n is not None and own is not None:
+        temperature = own(t[0], log_n)
     distance = torch.stack([formula(name, row, **constants) for row in t])
     try:
         with attending_by(model, ByFormula(family, distance, t, temperature, scores)):

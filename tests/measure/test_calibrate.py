@@ -11,17 +11,19 @@ import random
 import re
 import shutil
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 from typer.testing import CliRunner
+from typing_extensions import get_type_hints
 
 import rope_ext
 from rope_eval.forward import cost
 from rope_eval.reports import calibration
 from rope_eval.tune import fitness
 from rope_eval.tune.fitness import HAY, losses_at_end, losses_of_answers, prompts_of
-from rope_eval.tune.options import CalibrationOptions
+from rope_eval.tune.options import CalibrationOptions, SearchOptions
 from rope_ext.cli import app
 from rope_ext.errors import MeasureError
 from tests.helpers.checkpoint import TRAINED, stopping, written
@@ -366,3 +368,16 @@ def test_a_signature_shows_every_option_and_its_default(function) -> None:
     own = {"options", "cost"} if function is rope_ext.calibrate else {"population", "critical"}
     assert own <= set(shown)
     assert shown["target_length"].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+
+
+@pytest.mark.parametrize(
+    ("function", "options"),
+    [(rope_ext.calibrate, CalibrationOptions), (rope_ext.search, SearchOptions)],
+)
+def test_an_editor_reads_every_option_and_its_type_in_the_source(function, options) -> None:
+    hints = get_type_hints(inspect.unwrap(function), include_extras=True)
+    [keywords] = get_args(hints["options"])
+    wanted = get_type_hints(options)
+    del wanted["target_length"]  # a parameter of the function
+    assert get_type_hints(keywords) == wanted
+    assert not keywords.__required_keys__

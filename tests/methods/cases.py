@@ -65,7 +65,7 @@ def frequency(key: str) -> Case:
     method = methods.VARIANTS[key](FACTOR, TINY)
     return Case(
         method.name,
-        lambda model: rope_ext.patch(model, method),
+        lambda model, **more: rope_ext.patch(model, method, **more),
         lambda plain, family, model, t: rotating(plain, method),
     )
 

@@ -37,6 +37,7 @@ from tests.methods.cases import CASES, DISTINCT, LEARNING, ONE_OF_EACH, PAIRS, C
 STEPS = (40, 1, 1, 30, 1, 1, 1, 15)
 NAMED = {CASES[key].name: key for key in reversed(DISTINCT)}.values()
 """The first case of every name."""
+PROJECTIONS = ("proj", "query_key_value", "qkv")
 DECODED = [
     *("rerope", "alibi", "xpos", "3d_rpe", "cope", "swan", "t5 over rerope", "rerope in one layer"),
     "yarn and ssmax",
@@ -52,8 +53,8 @@ def test_every_method_and_encoding_is_here() -> None:
 def is_the_formula(case: Case, family: Family, plain: nn.Module, model: nn.Module, ids) -> None:
     """Logits, and gradients of what is learned and of every projection, in blocks of queries."""
     untouched = logits(plain, ids)
-    names = [n for n, p in plain.named_parameters() if "proj" in n or "query_key_value" in n]
-    names = [n for n in names if n.endswith("weight")]
+    names = [n for n, _ in plain.named_parameters() if n.endswith("weight")]
+    names = [n for n in names if any(part in n for part in PROJECTIONS)]
     learned = list(parameters(model).values())
     weights = [[*learned, *map(one.get_parameter, names)] for one in (model, plain)]
     with case.formula(plain, family, model, torch.arange(ids.shape[1])):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,15 +13,27 @@ import torch
 from transformers.models.ministral3.modeling_ministral3 import get_llama_4_attn_scale
 
 import rope_ext
-from rope_ext.methods import Method, Rope, all_methods, build_method
+from rope_ext.methods import DynamicMethod, Method, Rope, all_methods, build_method
+from rope_ext.methods.kinds import Tempered
 from rope_ext.methods.temperature import as_temperature
+from tests.helpers import methods
 from tests.helpers.models import LENGTH, tiny_llama
 from tests.helpers.positions import EXACT, FAMILIES, METHODS, logits
 
 ROPE = Rope.geometric(base=1e4, dim=16, length=LENGTH)
 T = torch.arange(300, dtype=torch.float64)
-TABLE = {"longrope": {"long_factor": [4.0] * 8}, "string": {"factor": 1.5}}
-GIVEN = {cls.name: {"factor": 4, **TABLE.get(cls.name, {})} for cls in all_methods()}
+
+
+def example(name: str) -> Method:
+    """A method at factor 4, with the options of its formula in ``tests/helpers``."""
+    for make in methods.VARIANTS.values():
+        method = make(4, ROPE)
+        if method.name == name:
+            return method
+    return build_method(name, factor=4, **METHODS.get(name, {}))
+
+
+EXAMPLES = {cls.name: example(cls.name) for cls in all_methods()}
 
 
 def log_n(i: int, length: int = LENGTH) -> float:
@@ -51,50 +64,47 @@ def test_a_temperature_comes_back_from_json() -> None:
         assert as_temperature(json.loads(json.dumps(one.to_json()))) == one
 
 
-@pytest.mark.every
-@pytest.mark.parametrize("name", GIVEN)
-def test_every_method_takes_both_and_they_replace_its_own(name: str) -> None:
-    made = _build(name, attention_factor=1.25, temperature=1.5)
-    assert made.attention_scaling(ROPE) == 1.25
-    assert (made.query_scaling(T, ROPE) == 1.5).all()
-    if hasattr(made, "attention_scaling_at"):
-        assert (made.attention_scaling_at(ROPE, T[1:] + LENGTH) == 1.25).all()
-    cold = _build(name, attention_factor=1, temperature=1)
+def takes_both(method: Method) -> None:
+    """Assert that the two options replace what a method has by default."""
+    given = replace(method, attention_factor=1.25, temperature=1.5)
+    assert given.attention_scaling(ROPE) == 1.25
+    assert (given.query_scaling(T, ROPE) == 1.5).all()
+    if isinstance(given, DynamicMethod):
+        assert (given.attention_scaling_at(ROPE, T[1:] + LENGTH) == 1.25).all()
+    cold = replace(method, attention_factor=1, temperature=1)
     assert cold.attention_scaling(ROPE) == 1 and cold.query_scaling(T, ROPE) is None
 
 
-def _build(name: str, **options: Any) -> Method:
-    return build_method(name, **GIVEN[name], **options)
-
-
-PUBLISHED = {  # what multiplies cosine and sine where no attention_factor is given, factor 4
-    "yarn": 1 + 0.1 * math.log(4),
-    "dynamic_yarn": 1 + 0.1 * math.log(4),
-    "resonance": 1 + 0.1 * math.log(4),  # of the YaRN that it rounds
-    "mrrope": 1 + 0.1 * math.log(4),
-    "longrope": math.sqrt(1 + math.log(4) / math.log(LENGTH)),
-    "longrope2": math.sqrt(1 + math.log(4) / math.log(LENGTH)),
-    "lampe": 1 + 0.1 * math.log(2),  # by the released code, at any factor
-    "dual_chunk": 1 + 0.05 * math.log(4),  # by the released code
-    "string": 1 + 0.1 * math.log(2),  # likewise, at any factor
-}
-
-WITH_LOG_N = ("rerope", "leaky_rerope")
-"""Methods whose released code multiplies queries by log n."""
+def has_its_defaults(method: Method) -> None:
+    """Assert that scaling and temperature are those in ``DEFAULTS``, or else 1."""
+    expected = methods.defaults(method.name)
+    scaling = expected.scaling(method.factor, LENGTH)
+    missing = f"write the defaults of {method.name} into DEFAULTS in tests/helpers/methods.py"
+    assert method.attention_scaling(ROPE) == pytest.approx(scaling, rel=1e-12), missing
+    found = method.query_scaling(T, ROPE)
+    assert (found is None) == (expected.temperature is None), missing
+    if expected.temperature is not None:
+        torch.testing.assert_close(found, expected.temperature(T, LENGTH), msg=missing)
 
 
 @pytest.mark.every
-@pytest.mark.parametrize("name", GIVEN)
-def test_without_them_each_method_has_what_was_released_with_it(name: str) -> None:
-    method = _build(name, **({"published": True} if name in ("self_extend", "dpe") else {}))
-    assert method.attention_scaling(ROPE) == pytest.approx(PUBLISHED.get(name, 1.0), rel=1e-12)
-    found = method.query_scaling(T, ROPE)
-    if name in WITH_LOG_N:
-        assert found is not None
-        assert found.tolist() == pytest.approx([log_n(i) for i in range(300)], rel=1e-12)
-    else:  # the matrix of formulas compares its values
-        own = method.own_temperature() if method.temperature is None else None
-        assert (found is None) == (own is None)
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_every_method_takes_both_and_they_replace_its_own(name: str) -> None:
+    takes_both(EXAMPLES[name])
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_without_them_each_method_has_its_published_defaults(name: str) -> None:
+    has_its_defaults(EXAMPLES[name])
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, method in EXAMPLES.items() if isinstance(method, Tempered)]
+)
+def test_as_published_it_has_no_temperature(name: str) -> None:
+    assert EXAMPLES[name].query_scaling(T, ROPE) is not None
+    assert replace(EXAMPLES[name], published=True).query_scaling(T, ROPE) is None
 
 
 def test_under_a_position_method_both_numbers_on_cosine_and_sine_hold(ids) -> None:

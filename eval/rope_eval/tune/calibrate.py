@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from torch import nn
+from typing_extensions import Unpack
 
 from rope_eval.cases import digest
 from rope_eval.data.prompts import beginning
@@ -28,7 +29,12 @@ from rope_eval.options import keyword_options
 from rope_eval.reports.calibration import SCALAR, Calibration, Change, Choice, Trial, mean
 from rope_eval.reports.intervals import paired_rates, sum_interval
 from rope_eval.tune import fitness
-from rope_eval.tune.options import CONFIDENCE, FEWEST_SAMPLES, CalibrationOptions
+from rope_eval.tune.options import (
+    CONFIDENCE,
+    FEWEST_SAMPLES,
+    CalibrationKeywords,
+    CalibrationOptions,
+)
 from rope_ext.advice.recommend import NAME
 from rope_ext.config.record import method_to_json
 from rope_ext.errors import MeasureError, OptionError, RopeExtError, nearest
@@ -54,7 +60,7 @@ def calibrate(
     methods: str | Method | Iterable[str | Method] = "yarn",
     output: str | os.PathLike[str] | None = None,
     resume: bool = False,
-    **options: Any,
+    **options: Unpack[CalibrationKeywords],
 ) -> Calibration:
     """Tune the scalar options of a method for ``model`` on a text: temperature, windows, ramps.
 

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
+from typing_extensions import TypedDict
+
 from rope_eval.options import check_options, option
 from rope_eval.settings import Dtype, require_seed
 from rope_ext.command.arguments import parse_length, parse_lengths, split
@@ -200,3 +202,40 @@ class CalibrationOptions(TuneOptions):
             raise OptionError(
                 f"cost={self.cost!r} is not valid; it must be a share of at least 0, such as 0.02"
             )
+
+
+# The same fields as keywords of the functions: editors read them here, since they cannot follow a
+# decorator. A test compares both.
+
+
+class TuneKeywords(TypedDict, total=False):
+    """:class:`TuneOptions` without ``target_length``."""
+
+    samples: int
+    prompts: int
+    needle: Literal["number", "word"]
+    seed: int
+    compose: bool
+    scored: int | None
+    sliding_layers: Literal["auto", "keep", "scale"]
+    original_max_position_embeddings: int | None
+
+
+class SearchKeywords(TuneKeywords, total=False):
+    """:class:`SearchOptions` without ``target_length``."""
+
+    population: int
+    iterations: int
+    critical: int | None
+    start_tokens: Iterable[int]
+    attention_factor: float | None
+    validation_samples: int
+    start: Any
+
+
+class CalibrationKeywords(TuneKeywords, total=False):
+    """:class:`CalibrationOptions` without ``target_length``."""
+
+    options: str | Iterable[str] | None
+    cheap: bool
+    cost: float

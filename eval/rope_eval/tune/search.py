@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 from torch import nn
+from typing_extensions import Unpack
 
 from rope_eval.cases import digest
 from rope_eval.folder import lock, replace_file, writing
@@ -28,7 +29,7 @@ from rope_eval.reports.calibration import Calibration, mean, perplexity
 from rope_eval.reports.intervals import sum_interval
 from rope_eval.tasks.passkey import TEACHER_FORCED
 from rope_eval.tune import fitness
-from rope_eval.tune.options import CONFIDENCE, SearchOptions
+from rope_eval.tune.options import CONFIDENCE, SearchKeywords, SearchOptions
 from rope_ext.config.record import method_to_json
 from rope_ext.errors import MeasureError, OptionError, RopeExtError
 from rope_ext.methods import NTK, PI, FrequencyMethod, LongRoPE, LongRoPE2, MrRoPE, Rope, YaRN
@@ -205,7 +206,7 @@ def search(
     text: str | os.PathLike[str] | Iterable[str],
     *,
     output: str | os.PathLike[str] | None = None,
-    **options: Any,
+    **options: Unpack[SearchKeywords],
 ) -> LongRoPE:
     """Search the factors by which ``longrope`` divides the frequencies of ``model``.
 

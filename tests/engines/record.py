@@ -18,8 +18,6 @@ from rope_ext.engines.base import ENGINES
 FILE = Path(__file__).with_name("ran.json")
 RAN: dict[str, dict[str, dict[str, str]]] = json.loads(FILE.read_text(encoding="utf-8"))
 """By engine and family: the claim that was tested (``kinds``) and the kinds that were run."""
-EARLIER = "before runs were recorded"
-"""What the table claimed when this record was begun, and was run by earlier versions of a test."""
 SAME_CODE = {
     "sglang": {
         "kimi_k2": "deepseek_v3",
@@ -39,7 +37,7 @@ def ran(engine: str, family: str, kind: str) -> None:
         kept = json.loads(FILE.read_text(encoding="utf-8"))
         claim = claimed(engine, family)
         entry = kept.setdefault(engine, {}).get(family)
-        known = entry is not None and entry["claim"] == claim and entry["ran"] != EARLIER
+        known = entry is not None and entry["claim"] == claim
         runs = set(entry["ran"].split()) if known else set()
         runs.add(kind)
         kept[engine][family] = {"claim": claim, "ran": " ".join(sorted(runs))}

@@ -240,6 +240,15 @@ def test_heads_and_pages_of_every_shape(options: dict[str, Any]) -> None:
 
 @needs_triton
 @pytest.mark.every
+@pytest.mark.parametrize("name", sorted({*METHODS} - {"rerope"}))
+def test_heads_and_pages_of_every_method(name: str) -> None:
+    """Groups of heads that fill no tile, and pages that are no power of two or of one token."""
+    for shape in ({"heads": 6, "kv_heads": 2, "slots": 48}, {"slots": 1, "rows_of_a_pool": True}):
+        check(name, batch=((1, 150), (20, 90), (3, 60)), **shape)
+
+
+@needs_triton
+@pytest.mark.every
 @pytest.mark.parametrize("name", ["rerope", "jet_long"])
 @pytest.mark.parametrize("splits", [1, 4])
 def test_windows_caps_and_sinks(name: str, splits: int) -> None:

@@ -54,18 +54,24 @@ def test_the_decoding_kernel_fits_without_spills(card: str, heads: str, tmp_path
     fit_without_spills(DECODING, [card], HEADS[heads])
 
 
-PAGES = {  # bands, bits of those that rotate keys, columns, groups, queries, sinks
-    "decoding, 128": (2, 0b01, 128, 4, 1, 0),
-    "decoding, 64": (2, 0b01, 64, 3, 1, 0),
-    "decoding, 256": (2, 0b01, 256, 4, 1, 0),
-    "decoding, groups of 20": (2, 0b01, 128, 20, 1, 0),
-    "decoding, no keys": (3, 0, 128, 4, 1, 0),
-    "decoding, five bands": (5, 0b01110, 128, 7, 1, 0),
-    "prompts, 128": (2, 0b01, 128, 4, 512, 1),
-    "prompts, 80": (2, 0b01, 80, 1, 512, 0),
-    "prompts, 256": (2, 0b01, 256, 4, 512, 0),
-    "prompts, no keys": (3, 0, 128, 4, 512, 0),
-    "prompts, five bands": (5, 0b01110, 64, 7, 512, 0),
+# Bands, bits of those that rotate keys, columns, groups, queries; then whether there are sinks,
+# whether a window and a soft cap, and whether it is float16 in place of bfloat16.
+PAGES = {
+    "decoding, 128": (2, 0b01, 128, 4, 1, 0, 0, 0),
+    "decoding, 64": (2, 0b01, 64, 3, 1, 0, 0, 0),
+    "decoding, 256": (2, 0b01, 256, 4, 1, 0, 0, 0),
+    "decoding, groups of 20": (2, 0b01, 128, 20, 1, 0, 0, 0),
+    "decoding, no keys": (3, 0, 128, 4, 1, 0, 0, 0),
+    "decoding, five bands": (5, 0b01110, 128, 7, 1, 0, 0, 0),
+    "prompts, 128": (2, 0b01, 128, 4, 512, 1, 0, 0),
+    "prompts, 80": (2, 0b01, 80, 1, 512, 0, 0, 0),
+    "prompts, 256": (2, 0b01, 256, 4, 512, 0, 0, 0),
+    "prompts, no keys": (3, 0, 128, 4, 512, 0, 0, 0),
+    "prompts, five bands": (5, 0b01110, 64, 7, 512, 0, 0, 0),
+    "decoding, with limits": (2, 0b01, 128, 4, 1, 1, 1, 0),
+    "decoding, float16": (2, 0b01, 128, 4, 1, 0, 0, 1),
+    "prompts, with limits": (2, 0b01, 128, 4, 512, 1, 1, 0),
+    "prompts, float16": (2, 0b01, 128, 4, 512, 0, 0, 1),
 }
 
 
@@ -75,6 +81,13 @@ PAGES = {  # bands, bits of those that rotate keys, columns, groups, queries, si
 @pytest.mark.parametrize("pages", PAGES)
 def test_the_kernel_on_pages_fits_without_spills(pages: str) -> None:
     fit_without_spills(ON_PAGES, ["8.0", "8.6", "8.9", "9.0"], PAGES[pages])
+
+
+@pytest.mark.slow
+@needs_triton
+@pytest.mark.parametrize("numbers", [(128, 16, 0), (256, 16, 1)], ids=str)
+def test_the_merge_of_splits_fits_without_spills(numbers: tuple[int, ...]) -> None:
+    fit_without_spills(MERGE, ["8.0", "8.6", "8.9", "9.0"], numbers)
 
 
 FEW_BYTES = {"8.6": 64, "8.9": 64}
@@ -101,12 +114,13 @@ import sys
 from types import SimpleNamespace
 from rope_ext.attention import paged, paged_kernel
 
-bands, rotated, columns, groups, queries, sinks = map(int, sys.argv[2:])
+bands, rotated, columns, groups, queries, sinks, limits, half = map(int, sys.argv[2:])
 tables = SimpleNamespace(low=range(bands), rotated=rotated, temperature=1)
 constants = paged.tile(queries, groups, columns)
 options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
 constants |= paged.constants(tables, groups, 8, 16, columns // 2, columns)
-constants |= dict(WINDOW=0, HAS_PAGES_OF=True, HAS_SINKS=bool(sinks), HAS_CAP=False)
+constants |= dict(WINDOW=45 * limits, HAS_PAGES_OF=True, HAS_SINKS=bool(sinks))
+constants |= dict(HAS_CAP=bool(limits))
 constants |= dict(PRECISION="tf32")
 kernel, types, aligned = paged_kernel.paged_kernel, {}, {}
 integers = "PAGES PAGES_OF LENGTHS STARTS LOW HIGH QUERY KEY KEY_STEP".split()
@@ -115,11 +129,26 @@ for index, name in enumerate(kernel.arg_names):
     if name in constants:
         types[name] = "constexpr"
         continue
-    pointer = "*bf16" if name in halves else "*i32" if name in integers else "*fp32"
+    dtype = "*fp16" if half else "*bf16"
+    pointer = dtype if name in halves else "*i32" if name in integers else "*fp32"
     number = "fp32" if name in ("scale", "softcap") else "i32"
     types[name] = pointer if name.isupper() else number
     if number == "i32" and name != "requests":
         aligned[(index,)] = [["tt.divisibility", 16]]
+"""
+
+
+MERGE = """
+import sys
+from rope_ext.attention import paged_kernel
+
+columns, splits, sinks = map(int, sys.argv[2:])
+options = {}
+constants = dict(HEADS=32, SPLITS=splits, DV=columns, DV2=columns, HAS_SINKS=bool(sinks))
+kernel, types, aligned = paged_kernel.merge_kernel, {}, {}
+for name in kernel.arg_names:
+    pointer = "*bf16" if name == "OUT" else "*i32" if name == "STARTS" else "*fp32"
+    types[name] = "constexpr" if name in constants else pointer if name.isupper() else "i32"
 """
 
 

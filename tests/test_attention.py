@@ -339,6 +339,17 @@ def test_half_precision(method, dtype, forward, backward):
         assert x.dtype == dtype
 
 
+@pytest.mark.parametrize("hidden", [1, 2, 3, 4])
+def test_a_mask_may_hide_keys_at_the_border_of_bands(hidden):
+    query, key, value, *_ = inputs(1, 2, 2, 1, 6)
+    bands = [RotatedBand(Distance(*ends), None, None) for ends in ((4, None), (2, 4), (0, 2))]
+    call = Call(bands=bands, pairs=HALVES, scale=0.3)
+    mask = (torch.arange(6) != hidden)[None, None, None]
+    places = Places(torch.tensor([5]), torch.arange(6), mask=mask, visible={})
+    right = F.scaled_dot_product_attention(query, key, value, mask, scale=0.3)
+    torch.testing.assert_close(plain.attend(query, key, value, call, places), right)
+
+
 def test_rows_without_any_key_are_zero_and_have_no_gradient():
     tensors = inputs(1, 2, 2, 50, 50)
     bands = method_bands("far only", 20, 8, torch.arange(50), torch.arange(50))

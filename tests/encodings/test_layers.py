@@ -8,7 +8,7 @@ from torch import nn
 
 import rope_ext
 from tests.families.zoo import tiny_model
-from tests.helpers.positions import EXACT, Family, logits
+from tests.helpers.positions import EXACT, TOLD, WIDE, Family, logits
 
 
 def of_first_layer(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
@@ -45,6 +45,27 @@ def test_layers_that_stay_keep_the_softmax_scale_of_the_checkpoint(ids) -> None:
     given = {"factor": 2, "compose": True, "attention_factor": 1.3}
     rope_ext.patch(model, "pi", layers=[1], **given)
     torch.testing.assert_close(of_first_layer(model, ids), of_first_layer(plain, ids), **EXACT)
+
+
+def test_kinds_of_layers_keep_their_own_rotation_within_the_window(ids) -> None:
+    model = tiny_model("gemma3_text")  # one rotary module with a base for each kind
+    said = logits(model, ids)
+    given = {**WIDE["self_extend"], **TOLD, "sliding_layers": "scale"}
+    rope_ext.patch(model, "self_extend", factor=4, **given)
+    torch.testing.assert_close(logits(model, ids), said, **EXACT)
+
+
+def test_vectors_for_values_have_their_columns(ids) -> None:
+    """In latent attention, a head has fewer columns of values than of queries."""
+    found = []
+    for name in ("shaw", "nope"):
+        model = rope_ext.patch(tiny_model("deepseek_v3"), name)
+        with torch.no_grad():
+            for key, value in model.named_parameters():
+                if "rope_ext" in key:
+                    value.zero_()
+        found.append(logits(model, ids))
+    torch.testing.assert_close(*found, **EXACT)
 
 
 def test_layers_that_do_not_rotate_or_see_a_window_are_not_chosen() -> None:

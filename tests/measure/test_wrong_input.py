@@ -13,6 +13,7 @@ from rope_eval.tasks.haystack import read_haystack
 from rope_ext.command.arguments import parse_lengths
 from rope_ext.errors import MeasureError, OptionError
 from rope_ext.saving import checkpoints as models
+from tests.helpers.models import tiny_llama
 
 
 @pytest.mark.parametrize(
@@ -92,3 +93,11 @@ def test_lengths_in_thousands_and_millions() -> None:
 def test_lengths_that_are_no_numbers_of_tokens(text: str) -> None:
     with pytest.raises(OptionError, match="not a number of tokens"):
         parse_lengths(text)
+
+
+def test_a_token_beyond_the_models_is_refused() -> None:
+    model = tiny_llama()
+    last = model.config.vocab_size - 1
+    models.require_tokens(model, last, "this text")
+    with pytest.raises(MeasureError, match=f"token {last + 1}, .*only {last + 1} tokens"):
+        models.require_tokens(model, last + 1, "this text")

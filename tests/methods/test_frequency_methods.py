@@ -281,6 +281,7 @@ def test_every_map_is_finite_ordered_and_positive(extension: tuple[float, Rope])
         ("yarn", {"factor": 0.5}, ["factor=0.5", "greater than 1"]),
         ("dynamic_yarn", {"length": 0}, ["length=0", "a whole number of at least 1"]),
         ("swan", {"every": 3, "start": 3}, ["start=3", "less than every=3"]),
+        ("dpe", {"scales": []}, ["scales=[]", "a list of whole numbers"]),
         (
             "dynamic_ntk",
             {"mode": "growing", "alpha": "ratio"},
@@ -305,6 +306,16 @@ def test_bad_options_name_the_value_and_the_cure(
         build_method(name, **options)
     for part in parts:
         assert part in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("factor", "length", "target"), [(1.1, 1500, 1650), (1.5, 33, 50), (4, 4096, 16384)]
+)
+def test_a_target_length_is_rounded_up_but_not_for_the_error_of_a_product(
+    factor: float, length: int, target: int
+) -> None:
+    rope = Rope.geometric(base=1e4, dim=16, length=length)
+    assert PI(factor=factor).target_length(rope) == target
 
 
 @pytest.mark.parametrize("option", ["long_factor", "short_factor"])

@@ -110,6 +110,14 @@ def test_defaults_follow_from_factor_and_trained_length(name, factor, length, ri
     assert constants(method) == pytest.approx(right, rel=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("factor", "scales"), [(16, (4, 4, 2, 16, 32, 32, 16, 128)), (5, (2, 2, 1, 5, 10, 10, 5, 40))]
+)
+def test_dpe_on_llama3_has_the_published_group_sizes_rounded_up(factor, scales) -> None:
+    llama3 = Rope.geometric(base=5e5, dim=128, length=8192)
+    assert build_method("dpe", factor=factor).resolved(llama3).scales == scales
+
+
 CAPACITY = {
     # Every distance that is used was trained, at the target length and (these two) at any.
     "rerope": (1.01, 64.0),

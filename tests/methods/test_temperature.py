@@ -140,6 +140,15 @@ def test_a_constant_is_in_the_softmax_scale_of_the_layers_that_rotate(kind, give
     assert scales == [getattr(module, "scaling", None) for module in model.modules()]
 
 
+def test_a_constant_leaves_the_layers_with_a_window_alone() -> None:
+    model = FAMILIES["gemma2 scaled"].model()  # the first layer has a window
+    before = [layer.self_attn.scaling for layer in model.model.layers]
+    for sliding, factors in (("auto", [1, 1.5]), ("scale", [1.5, 1.5])):
+        with rope_ext.patched(model, "yarn", factor=4, temperature=1.5, sliding_layers=sliding):
+            scales = [layer.self_attn.scaling for layer in model.model.layers]
+        assert scales == pytest.approx([x * y for x, y in zip(before, factors, strict=True)])
+
+
 def test_on_top_of_a_scaled_checkpoint_both_numbers_hold_too() -> None:
     scaled = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}
     scaled["original_max_position_embeddings"] = 32

@@ -86,3 +86,12 @@ def test_a_raised_dynamic_checkpoint_computes_as_transformers_and_reloads(tmp_pa
     model.save_pretrained(tmp_path)
     assert torch.equal(logits(rope_ext.from_pretrained(tmp_path).eval(), ids), patched)
     assert not changed(before, snapshot(rope_ext.unpatch(model)))
+
+
+@pytest.mark.parametrize("factor", [1.5, 2])
+def test_a_factor_that_raises_nothing_is_refused(ids, factor: float) -> None:
+    model = shipped("llama", YARN)
+    before = snapshot(model)
+    with pytest.raises(rope_ext.OptionError, match=f"factor={factor} does not raise .*2.0"):
+        rope_ext.patch(model, "yarn", factor=factor, compose="raise")
+    assert not changed(before, snapshot(model))

@@ -110,6 +110,12 @@ def test_a_chat_that_outgrows_its_frequencies_is_warned_about(model, ids, caplog
     assert caplog.text.count("keeps the frequencies it started with, which are made for 90") == 1
 
 
+def test_steps_within_the_trained_length_are_not_warned_about(model, ids, caplog) -> None:
+    rope_ext.patch(model, "dynamic_ntk", factor=4)
+    decoded(model, ids[:, :60], [5] + [1] * 55)
+    assert "keeps the frequencies" not in caplog.text
+
+
 def test_rows_of_several_position_axes_count_the_longest_axis(ids) -> None:
     model = several_axes()
     time = torch.arange(160)

@@ -31,6 +31,7 @@ def patched(method: str, **options: Any) -> Any:
     return rope_ext.patch(tiny_llama(), method, **{"factor": 4, **options})
 
 
+@pytest.mark.every
 @pytest.mark.parametrize(
     ("method", "options", "kind"),
     [

@@ -492,6 +492,13 @@ def test_an_adapter_goes_on_a_base_with_another_kernel(tmp_path) -> None:
     assert isinstance(rope_ext.load_adapter(own, tmp_path), PeftModel)
 
 
+def test_an_adapter_in_a_subfolder_has_its_base_elsewhere(tmp_path, ids, base: Path) -> None:
+    model = lora(patched(AutoModelForCausalLM.from_pretrained(base), "rerope"))
+    save(model, tmp_path / "adapter")
+    again = rope_ext.from_pretrained(tmp_path, subfolder="adapter")
+    assert torch.equal(logits(again, ids), logits(model, ids))
+
+
 def test_a_wrong_base_is_refused_before_it_is_patched(tmp_path, base: Path) -> None:
     save(lora(patched(AutoModelForCausalLM.from_pretrained(base), "yarn")), tmp_path / "adapter")
     patched(tiny_llama(), "ntk").save_pretrained(tmp_path / "ntk")

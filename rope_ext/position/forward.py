@@ -501,7 +501,7 @@ class PositionForward(ForwardContext):
             return known[name]
         t = self.query.double().clamp(min=0)
         stored = at(self.map.stored, t)
-        phase = self.map.phase(t)
+        phase = self.map.encoding.phase(t)
         inv_freq = self.map.inv_freq(site, t.device)
         scaling = self.map.frequencies[site][1]
         if stored.shape[-1] == 1 and phase is None:

@@ -154,14 +154,6 @@ class PositionMap:
         """The position map with which cached keys are rotated."""
         return self.bands[-1].key
 
-    @functools.cached_property
-    def _has_phase(self) -> bool:
-        return type(self.encoding).phase is not Encoding.phase
-
-    def phase(self, t: Tensor) -> Tensor | None:
-        """Additional rotation of every pair at ``t`` (float64), radians; None: 0."""
-        return self.encoding.phase(t) if self._has_phase else None
-
     def inv_freq(self, site: RotarySite, device: torch.device) -> Tensor:
         """Inverse frequencies, float64, ``[pairs]``, cached on the device."""
         return cached_on_device(self._constants[site], "inv_freq", device)

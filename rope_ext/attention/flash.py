@@ -356,7 +356,8 @@ def compute(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tens
         if tile.blocks * tile.rows == queries:  # as for a text within the window: nothing to merge
             q = rotate(call.pairs, query, band.query)
             k = rotate(call.pairs, key, band.key)
-            return _attend(tile, q, k, value, call.scale)
+            out, lse = _attend(tile, q, k, value, call.scale)
+            return out, lse.contiguous()  # as the operator's fake promises
     total = query.new_zeros(batch, queries, heads, columns, dtype=wide(query)).transpose(1, 2)
     lse = query.new_full((batch, heads, queries), -torch.inf, dtype=wide(query))
     if call.sinks is not None:  # a sink acts as a key without a value
@@ -383,13 +384,11 @@ def compute(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tens
 def _attend(
     tile: Tile, query: Tensor, key: Tensor, value: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the output of a tile's queries, with heads next to each other, and its log-sum-exp."""
+    """Return the output of a tile's queries, and its log-sum-exp."""
     given = tile.queries(query), tile.among(key), tile.among(value)
     kernel = kernel_of(tile, query, value)
     made, lse = forward(kernel, given, causal=tile.shape != WHOLE, scale=scale)
-    # The layout that the operator's fake promises; kernels have it already, but for cuDNN's.
-    made = tile.back(made).transpose(1, 2).contiguous().transpose(1, 2)
-    return made, tile.back(lse).contiguous()
+    return tile.back(made), tile.back(lse)
 
 
 def differentiate(

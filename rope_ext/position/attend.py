@@ -126,7 +126,7 @@ def _attend_eagerly(layer_call: LayerCall) -> tuple[Tensor, Tensor | None]:
         mask = _batch_mask(layer.map, layer_call.module, layer_call.mask)
         layer_call = layer_call._replace(mask=mask)
         forward = mask.forward
-        if layer.computes_positions:
+        if layer.map.encoding.computes_positions():
             query, key = inputs.rotated(
                 forward, layer_call.module, layer_call.query, layer_call.key
             )

@@ -154,8 +154,6 @@ class Layer:
     biased: nn.Module | None = None  # the module with this layer's bias, if any
 
     def __post_init__(self) -> None:
-        # Asked here and not in every call: whether the layer rotates by positions of its own.
-        self.computes_positions = self.map.encoding.computes_positions()
         self.rotations: BandRotations = []
         if self.layout is not None:
             self.rotations = self.map.rotations(self.layout, self.window)

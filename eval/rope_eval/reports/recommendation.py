@@ -12,7 +12,6 @@ neither.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -153,9 +152,8 @@ class Recommendation:
         unpatched = scores[UNPATCHED]
         lengths = sorted(unpatched.losses or unpatched.passes)
         self.measures = f"perplexity or {things}" if unpatched.losses else things
-        beyond = bisect_right(lengths, trained)
-        self.within = lengths[:beyond]
-        self.far = lengths[beyond:]
+        self.within = [length for length in lengths if length <= trained]
+        self.far = [length for length in lengths if length > trained]
         names = [name for name in scores if name != UNPATCHED]
         self.weights = unpatched.weights or None
         # Bonferroni: each method is compared with the unpatched model.

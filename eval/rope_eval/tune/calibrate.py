@@ -211,14 +211,8 @@ def _halves(
         inside = tuple(tuple(cut(window, rope.length, first)) for window in own.windows)
         # No half of one calibration has the prompts of a half of another.
         seed = 2 * given.seed + place
-        lengths = (rope.length, target)
-        prompts = fitness.prompts_of(
-            tokenizer,
-            lengths=lengths,
-            count=given.prompts,
-            texts=own.windows,
-            seed=seed,
-            needle=given.needle,
+        prompts = fitness.prompts_for(
+            given, tokenizer, trained=rope.length, texts=own.windows, seed=seed
         )
         halves.append(fitness.Sample(name=name, rows=own, prompts=prompts, inside=inside))
     if given.prompts and not halves[0].prompts:

@@ -143,6 +143,23 @@ def shortest(tokenizer: Any, hay: str) -> int:
     return sum(map(len, parts[:3]))
 
 
+def prompts_for(
+    given: TuneOptions, tokenizer: Any, trained: int, texts: Sequence[Sequence[int]], seed: int
+) -> tuple[Prompt, ...]:
+    """Build the prompts of one sample, of the trained and of the target length, in tokens.
+
+    ``texts`` are the token ids of its windows. Samples with other seeds have other keys.
+    """
+    return prompts_of(
+        tokenizer,
+        lengths=(trained, given.target_length),
+        count=given.prompts,
+        texts=texts,
+        seed=seed,
+        needle=given.needle,
+    )
+
+
 def prompts_of(
     tokenizer: Any,
     lengths: Sequence[int],

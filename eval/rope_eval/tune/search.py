@@ -287,19 +287,13 @@ def _samples(
     rows = fitness.windows_of(
         tokenizer, texts, length=given.target_length, count=count, seed=given.seed, cure=cure
     )
-    lengths = (rope.length, given.target_length)
     samples = []
     parts = {RANKING: range(given.samples), VALIDATION: range(given.samples, count)}
     # Other seeds, hence other keys: a table must not be chosen on what ranked it.
     for (name, part), seed in zip(parts.items(), (given.seed, given.seed + 2), strict=True):
         own = rows.some(part)
-        prompts = fitness.prompts_of(
-            tokenizer,
-            lengths=lengths,
-            count=given.prompts,
-            texts=own.windows,
-            seed=seed,
-            needle=given.needle,
+        prompts = fitness.prompts_for(
+            given, tokenizer, trained=rope.length, texts=own.windows, seed=seed
         )
         samples.append(fitness.Sample(name, own if given.scored else fitness.Rows(), prompts))
     return samples

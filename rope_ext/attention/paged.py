@@ -55,17 +55,20 @@ class Tables:
         positions: int,
         temperature: Tensor | None = None,
         device: torch.device | str = "cpu",
+        rotated_queries: bool = False,
     ) -> Self:
         """Compute the tables of a resolved method for ``positions`` tokens, on a device.
 
-        ``inv_freq``: float64, [pairs]; ``temperature``: see :class:`Tables`. Angles are computed in
-        float64 on the CPU. Maps with positions by pair are not supported.
+        ``inv_freq``: float64, [pairs]; ``temperature``: see :class:`Tables`; ``rotated_queries``:
+        queries have the rotation with which keys are cached, as models rotate both alike. Angles
+        are computed in float64 on the CPU. Maps with positions by pair are not supported.
         """
         with torch.device("cpu"):  # engines build models under the device of the model
             t = torch.arange(positions, dtype=torch.float64)
             block = torch.arange(positions) // BLOCK * BLOCK
             stored = _places(bands[-1].key, t)
-            queries = [_places(band.query, t) for band in bands]
+            before = stored if rotated_queries else torch.zeros_like(stored)
+            queries = [_places(band.query, t) - before for band in bands]
             keys = [_places(band.key, t) - stored for band in bands]
             steps = [further - further[block] for further in keys]
             every = torch.stack([stored, *queries, *keys, *steps])
@@ -134,9 +137,11 @@ def _visible(geometries: Sequence[Geometry], positions: int) -> tuple[Tensor, Te
 
 @dataclass(frozen=True)
 class Batch:
-    """Where the requests of a step are, on the device; ``pages`` and ``starts`` are int32."""
+    """Where the requests of a step are, on the device; ``starts`` is int32."""
 
-    pages: Tensor  # pages of every request, [requests, most pages]
+    # Pages of every request, [requests, most pages]; request r begins at row ``pages_of[r]``, and
+    # its pages may go on in the rows after it.
+    pages: Tensor
     lengths: Tensor  # tokens of every request with those of this step, [requests]
     starts: Tensor  # first query of every request, and the number of queries, [requests + 1]
     max_queries: int  # most queries of a request; known to the host
@@ -183,11 +188,12 @@ def attend(
     logits: Logits,
     splits: int | None = None,
 ) -> Tensor:
-    """Compute attention of unrotated queries on cached keys, into ``out``.
+    """Compute attention of queries on cached keys, into ``out``.
 
-    ``query``, ``[tokens, heads, columns]``: those of the requests one after the other; each is one
-    of the last tokens of its request. Caches: ``[pages, key heads, slots, columns]`` with any
-    strides but the last; keys as :meth:`Tables.store` returns them.
+    ``query``, ``[tokens, heads, columns]``: those of the requests one after the other, not rotated
+    unless the tables are for rotated ones; each is one of the last tokens of its request. Caches:
+    ``[pages, key heads, slots, columns]`` with any strides but the last; keys as
+    :meth:`Tables.store` returns them.
     """
     kernels = importlib.import_module("rope_ext.attention.paged_kernel")  # it imports triton
     tokens, heads, columns = query.shape

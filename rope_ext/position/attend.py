@@ -17,13 +17,13 @@ from rope_ext.attention import bands as plain
 from rope_ext.attention.call import Call, Pairs, Places, RotatedBand, wide
 from rope_ext.errors import OptionError
 from rope_ext.methods.geometry import Distance
-from rope_ext.position import direction, inputs, learned
+from rope_ext.position import direction, inputs, learned, pages
 from rope_ext.position.forward import PositionForward
 from rope_ext.position.layers import LAYER
 from rope_ext.position.map import PositionMap
 from rope_ext.position.masks import BatchMask, StepKey, shown
 from rope_ext.position.paged import ARGUMENTS, PagedForward
-from rope_ext.position.steps import WHY, Dense, Layer, Step
+from rope_ext.position.steps import WHY, Dense, Layer, LayerCall, Step
 from rope_ext.rotary.context import current, forward_context, run_eagerly
 
 NAME = "rope_ext"  # names with sdpa, flash, flex_attention or a slash take special paths
@@ -53,20 +53,6 @@ def _mask_eagerly(forward: PositionForward | None, arguments: dict[str, Any]) ->
     else:
         mask.belong_to(forward)
     return mask
-
-
-class LayerCall(NamedTuple):
-    """One call of the attention function by a layer."""
-
-    module: nn.Module
-    layer: Layer | None  # None: not on a patched decoder
-    query: Tensor  # [rows, heads, queries, columns]
-    key: Tensor  # [rows, kv_heads, keys, columns]
-    value: Tensor
-    call: Call  # without bands and bias
-    mask: Any  # a BatchMask, or the mask of an unpatched layer
-    dropout: float
-    more: dict[str, Any]  # the layer's further arguments
 
 
 def _attend(
@@ -146,13 +132,15 @@ def _attend_eagerly(layer_call: LayerCall) -> tuple[Tensor, Tensor | None]:
 
 def _attend_paged(layer_call: LayerCall, row: PagedForward) -> Tensor:
     """Cache the keys of a row of requests in pages, and compute the attention of every request."""
-    given = dict(layer_call.more)
     number = layer_call.module.layer_idx
+    lengths = row.pages.layer_to_allocator[number]  # layers with a window keep fewer keys
+    if pages.supported(layer_call, lengths):
+        return pages.attend(layer_call, row)
+    given = dict(layer_call.more)
     key, value = row.pages.update(
         key_states=layer_call.key, value_states=layer_call.value, layer_idx=number, kwargs=given
     )
     more = {name: x for name, x in layer_call.more.items() if name not in ARGUMENTS}
-    lengths = row.pages.layer_to_allocator[number]  # layers with a window keep fewer keys
     heads, tokens = layer_call.query.shape[1:3]
     out = value.new_zeros(1, tokens, heads, value.shape[-1])
     first = 0

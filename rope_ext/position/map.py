@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from rope_ext.attention import paged
 from rope_ext.attention.call import Rotation
 from rope_ext.encodings import Encoding
 from rope_ext.methods import Band, Map, PositionMethod, Rope
@@ -236,6 +237,32 @@ class PositionMap:
         if self._tempered is None or isinstance(self._tempered, SSMax):
             return None
         return self._tempered.at(t.double().clamp(min=0)).to(dtype)
+
+    def paged_tables(self, layout: Layout, tokens: int, device: torch.device) -> paged.Tables:
+        """Return the tables of the paged kernel for ``tokens`` positions or more.
+
+        Queries are rotated as keys are. Computed again when a request is longer than all before.
+        """
+        tables = self._paged_tables.get((layout, device))
+        if tables is None or tables.positions < tokens:
+            size = max(1024, 1 << (tokens - 1).bit_length())
+            dtype = torch.float64 if self.precise else torch.float32
+            with torch.inference_mode(False):  # the tables outlive inference mode
+                tables = paged.Tables.from_bands(
+                    bands=self.bands,
+                    # Rounded as for the keys that are cached.
+                    inv_freq=self.frequencies[layout.site][0].to(dtype),
+                    positions=size,
+                    temperature=self.temperature(torch.arange(size), torch.float32),
+                    device=device,
+                    rotated_queries=True,
+                )
+            self._paged_tables[layout, device] = tables
+        return tables
+
+    @functools.cached_property
+    def _paged_tables(self) -> dict[tuple[Layout, torch.device], paged.Tables]:
+        return {}
 
     @functools.cached_property
     def _rotations(self) -> dict[tuple[Layout, int | None, bool], BandRotations]:

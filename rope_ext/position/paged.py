@@ -13,6 +13,7 @@ from typing import Any
 import transformers
 from torch import Tensor, nn
 
+from rope_ext.attention import paged
 from rope_ext.errors import CacheError
 from rope_ext.position.forward import PositionForward
 from rope_ext.position.masks import BatchMask
@@ -53,6 +54,7 @@ class PagedForward(PositionForward):
         self.device = positions.device
         self.query = self.key = self._checked(positions)
         self.requests: list[tuple[slice, PositionForward]] = []
+        self.batches: dict[str, paged.Batch] = {}  # for the paged kernel, by kind of allocator
         first = self.query[0].tolist()
         for start, end in pairwise(self.ends.tolist()):
             if start == end:  # padding, after the last request

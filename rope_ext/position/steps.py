@@ -183,6 +183,20 @@ class Layer:
         return replace(call, **added)
 
 
+class LayerCall(NamedTuple):
+    """One call of the attention function by a layer."""
+
+    module: nn.Module
+    layer: Layer | None  # None: not on a patched decoder
+    query: Tensor  # [rows, heads, queries, columns]
+    key: Tensor  # [rows, kv_heads, keys, columns]
+    value: Tensor
+    call: Call  # without bands and bias
+    mask: Any  # a BatchMask, or the mask of an unpatched layer
+    dropout: float
+    more: dict[str, Any]  # the layer's further arguments
+
+
 class Step:
     """State that layers of one layout share in a forward, on one device.
 

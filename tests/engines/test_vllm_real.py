@@ -343,6 +343,23 @@ def test_a_family_is_served_under_a_position_method(
     assert found["counted"]["vllm:prefix_cache_hits"] > 0
 
 
+def test_requests_of_the_backend_for_gpus_wait_for_pages(
+    interpreter: Engine, tmp_path: Path
+) -> None:
+    """Those that lose their pages are computed again, beginning from cached ones."""
+    model = rope_ext.patch(tiny("llama"), "self_extend", factor=4)
+    model.save_pretrained(tmp_path)
+    ids = tokens(4 * LENGTH)
+    prompts = [ids[: 32 - 3], ids[8 : 8 + 64 - 3], ids[: 48 - 3]]  # soon each needs another page
+    settings = {"block_size": 16, "num_gpu_blocks_override": 11, "max_model_len": 128}
+    found = interpreter.answer(tmp_path, settings, prompts)
+    assert "rows" in found, found["error"]
+    for prompt, row, (more, after) in zip(prompts, found["rows"], found["added"], strict=True):
+        got = torch.tensor([*row, *after])
+        torch.testing.assert_close(got, log_probs(model, [*prompt, *more]), rtol=0, atol=CLOSE)
+    assert found["counted"]["vllm:num_preemptions"] > 0
+
+
 @pytest.mark.parametrize(
     ("method", "options", "settings", "reason"),
     [

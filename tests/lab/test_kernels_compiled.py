@@ -55,7 +55,8 @@ def test_the_decoding_kernel_fits_without_spills(card: str, heads: str, tmp_path
 
 
 # Bands, bits of those that rotate keys, columns, groups, queries; then whether there are sinks,
-# whether a window and a soft cap, and whether it is float16 in place of bfloat16.
+# whether a window and a soft cap, and whether it is float16 in place of bfloat16. The last ones
+# also say whether each token is a page, as in transformers.
 PAGES = {
     "decoding, 128": (2, 0b01, 128, 4, 1, 0, 0, 0),
     "decoding, 64": (2, 0b01, 64, 3, 1, 0, 0, 0),
@@ -72,6 +73,8 @@ PAGES = {
     "decoding, float16": (2, 0b01, 128, 4, 1, 0, 0, 1),
     "prompts, with limits": (2, 0b01, 128, 4, 512, 1, 1, 0),
     "prompts, float16": (2, 0b01, 128, 4, 512, 0, 0, 1),
+    "decoding, pages of a token": (2, 0b01, 128, 4, 1, 0, 0, 0, 1),
+    "prompts, pages of a token": (2, 0b01, 128, 4, 512, 0, 0, 0, 1),
 }
 
 
@@ -114,11 +117,11 @@ import sys
 from types import SimpleNamespace
 from rope_ext.attention import paged, paged_kernel
 
-bands, rotated, columns, groups, queries, sinks, limits, half = map(int, sys.argv[2:])
+bands, rotated, columns, groups, queries, sinks, limits, half, *lone = map(int, sys.argv[2:])
 tables = SimpleNamespace(low=range(bands), rotated=rotated, temperature=1)
 constants = paged.tile(queries, groups, columns)
 options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
-constants |= paged.constants(tables, groups, 8, 16, columns // 2, columns)
+constants |= paged.constants(tables, groups, 8, 1 if lone else 16, columns // 2, columns)
 constants |= dict(WINDOW=45 * limits, HAS_PAGES_OF=True, HAS_SINKS=bool(sinks))
 constants |= dict(HAS_CAP=bool(limits))
 constants |= dict(PRECISION="tf32")
@@ -131,6 +134,8 @@ for index, name in enumerate(kernel.arg_names):
         continue
     dtype = "*fp16" if half else "*bf16"
     pointer = dtype if name in halves else "*i32" if name in integers else "*fp32"
+    if lone and name == "PAGES":
+        pointer = "*i64"
     number = "fp32" if name in ("scale", "softcap") else "i32"
     types[name] = pointer if name.isupper() else number
     if number == "i32" and name != "requests":

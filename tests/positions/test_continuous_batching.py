@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import threading
 import types
 from typing import Any
@@ -18,6 +20,8 @@ from transformers import (
 )
 
 import rope_ext
+from rope_ext.attention import paged
+from rope_ext.position import pages
 from tests.helpers.models import tiny_llama
 from tests.helpers.positions import FAMILIES, METHODS, patch
 
@@ -273,3 +277,66 @@ def test_caches_of_generate_are_unchanged_afterwards() -> None:
         batched(model, PROMPTS)
         after = model(ids, past_key_values=DynamicCache(config=model.config)).logits
     torch.testing.assert_close(after, before, atol=0, rtol=0)
+
+
+@pytest.fixture
+def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Run the paged kernel on the CPU as on a GPU; returns the numbers of tokens of its calls."""
+    if importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("needs the package triton, and TRITON_INTERPRET=1 before it is imported")
+    tokens = []
+
+    def attend(query: torch.Tensor, **more: Any) -> torch.Tensor:
+        tokens.append(len(query))
+        return original(query=query, **more)
+
+    original = paged.attend
+    monkeypatch.setattr(paged, "attend", attend)
+    monkeypatch.setattr(paged, "SPLITS", 2)  # programs run one after the other here
+    monkeypatch.setattr(pages, "runs_on", lambda device: True)
+    return tokens
+
+
+def check_on_gpus(model: nn.Module, computed: list[int], layers: int) -> None:
+    """Compare mixed batches, of which the kernel computes that many layers."""
+    inputs = prompts(70, 4, 29)
+    written = batched(model, inputs, greedy(3), page_size=8)
+    assert_same(written, [(tokens[:3], scores[:3]) for tokens, scores in alone(model, inputs)])
+    assert sum(computed) == layers * sum(len(prompt) + 2 for prompt in inputs)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_position_methods_on_gpus(method: str, computed: list[int]) -> None:
+    model = patch(tiny_llama(), method)
+    by_request = method == "dpe"  # each pair has its own positions, and tables have one
+    check_on_gpus(model, computed, layers=0 if by_request else 2)
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "layers"),
+    [
+        ("rerope", {"factor": 4, "bias": "alibi"}, 0),
+        ("self_extend", {"factor": 4, "temperature": "llama4"}, 2),
+        ("self_extend", {"factor": 4, "temperature": "ssmax"}, 0),
+        ("self_extend", {"factor": 4, "precise": True, "layers": [1]}, 1),
+        ("nope", {}, 2),
+    ],
+)
+def test_options_on_gpus(
+    method: str, options: dict[str, Any], layers: int, computed: list[int]
+) -> None:
+    check_on_gpus(rope_ext.patch(tiny_llama(), method, **options), computed, layers)
+
+
+@pytest.mark.parametrize(
+    ("kind", "layers"), [("qwen3", 2), ("gpt_oss", 1), ("gemma2", 1), ("glm4", 0)]
+)
+def test_families_on_gpus(kind: str, layers: int, computed: list[int]) -> None:
+    """Sinks and soft caps; layers with a window or other pairs attend request by request."""
+    family = FAMILIES[kind]
+    check_on_gpus(patch(family.model(), **family.options), computed, layers)
+
+
+def test_requests_that_share_a_prefix_on_gpus(computed: list[int]) -> None:
+    test_requests_that_share_a_prefix("self_extend")
+    assert computed

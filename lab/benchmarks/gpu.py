@@ -5,8 +5,8 @@
 Prints one line of JSON per result: first whether the kernels are correct (``ok``), then their speed
 relative to torch's flash attention. The last line counts the failures, and the exit status is 1 if
 there are any. Every part has a share of the time; measurements that do not fit are reported as
-skipped. ``--device cpu --small`` tests the command itself; with ``TRITON_INTERPRET=1`` the decoding
-kernel runs, too.
+skipped. ``--device cpu --small`` tests the command itself; with ``TRITON_INTERPRET=1`` the kernels
+of decoding and of pages run, too.
 """
 
 from __future__ import annotations
@@ -40,10 +40,12 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, Static
 
 import rope_ext
 from lab.benchmarks import attention as bands
+from lab.benchmarks import pages
 from lab.benchmarks.measuring import NATIVE, ratios, seconds_of, tensors, trained
 from rope_ext.attention import bands as plain
 from rope_ext.attention import cards, flash
 from rope_ext.attention import decode as decode_kernel
+from rope_ext.attention import paged as paged_attention
 from rope_ext.attention.call import Call, RotatedBand
 from rope_ext.attention.dispatch import attend
 from rope_ext.methods import all_encodings, all_methods
@@ -51,7 +53,7 @@ from rope_ext.methods.geometry import Distance, Sinks
 
 MIB = 2**20
 SHARES = {"exact": 20, "paths": 15, "graphs": 10, "syncs": 10, "attention": 20, "model": 25}
-SHARES |= {"decode": 20, "lora": 10, "methods": 20}
+SHARES |= {"decode": 20, "paged": 20, "lora": 10, "methods": 20}
 """Share of the time for each part, per cent; later parts get the unused time."""
 KERNELS = ("cudnn", "flash", "flex")
 SHAPES = ((128, 128, 4), (64, 64, 1), (256, 256, 1), (80, 80, 7), (96, 96, 4), (192, 128, 1))
@@ -305,6 +307,96 @@ def _tiled(
             window=window,
             graphed=True,
         )
+
+
+def on_pages(run: Run) -> None:
+    """Test the kernel on pages, replay it in a CUDA graph, and time it against torch's flash."""
+    if not decode_kernel.runs_on(torch.device(run.device)):
+        run.tell("paged", skipped="it needs Triton and a GPU of capability 8.0 or later")
+        return
+    mixed = [(1, 50), (20, 40), (1, 3), (9, 60)]
+    heads = pages.Heads(heads=4, kv_heads=2, columns=16)
+    trained = 16
+    if not run.small:
+        mixed = [(1, 3000), (700, 700), (1, 3), (300, 1500), (1, 1)]
+        heads = pages.Heads(heads=32, kv_heads=8, columns=128)
+        trained = 1024
+    made = functools.partial(
+        pages.Case, heads=heads, trained=trained, dtype=run.dtype, device=run.device
+    )
+    singles = [(1, tokens) for _, tokens in mixed]
+    for method in pages.METHODS[:: 3 if run.small else 1]:
+        for what, requests in (("mixed", mixed), ("decoding", singles)):
+            named = {"what": f"exact, {what}", "method": method}
+            check = functools.partial(_exact_on_pages, run, made, method, requests=requests)
+            run.attempt("paged", named, check)
+    if run.device == "cuda":
+        replay = functools.partial(_replayed, made, singles)
+        run.attempt("paged", {"what": "replayed with other lengths and padded rows"}, replay)
+    lengths = (64,) if run.small else (2**13, 2**15, 2**17)
+    steps = [("decode", 1, n) for n in lengths]
+    steps.append(("prefill", 64, 64) if run.small else ("prefill", 2**14, 2**14))
+    for what, queries, tokens in steps:
+        for method in ("rerope", "self_extend")[: 1 if run.small else 2]:
+            named = {"what": what, "tokens": tokens, "method": method}
+            compare = functools.partial(
+                _compared_on_pages, run, made, method, queries=queries, tokens=tokens
+            )
+            run.attempt("paged", named, compare)
+
+
+def _exact_on_pages(
+    run: Run, made: Callable[..., pages.Case], method: str, requests: list[tuple[int, int]]
+) -> dict[str, Any]:
+    case = made(method, requests=requests)
+    truth = [case.plain(torch.float64)]
+    (error,) = _apart([case.attend().double()], truth)
+    (own,) = _apart([case.plain(run.dtype).double()], truth)
+    least = 1e-5 if run.dtype == torch.float32 else 5e-4
+    # Keys are rounded once more than in the dense form, when they are cached.
+    return {"ok": error <= 3 * own + least, "error": error, "error_of_dense": own}
+
+
+def _replayed(
+    made: Callable[..., pages.Case], requests: list[tuple[int, int]], padding: int = 3
+) -> dict[str, Any]:
+    """Whether a captured step reads lengths when it is replayed, and leaves padded rows alone."""
+    case = made("self_extend", requests=requests, padding=padding)
+    with torch.inference_mode():
+        replay = _captured(case.attend)
+        case.batch.lengths.sub_(torch.tensor([tokens // 2 for _, tokens in requests]).cuda())
+        case.out.fill_(7.0)
+        replay()
+        replayed = case.out.clone()
+        expected = case.attend()
+    same = bool((replayed[:-padding] == expected[:-padding]).all())
+    return {"ok": same and bool((replayed[-padding:] == 7).all())}
+
+
+def _compared_on_pages(
+    run: Run, made: Callable[..., pages.Case], method: str, queries: int, tokens: int
+) -> dict[str, Any]:
+    case = made(method, requests=[(queries, tokens)])
+    query = case.query.transpose(0, 1)[None]
+    key = case.keys[0].transpose(0, 1)[None].contiguous()
+    value = case.values[0].transpose(0, 1)[None].contiguous()
+
+    def native() -> torch.Tensor:
+        return F.scaled_dot_product_attention(
+            query, key, value, is_causal=queries > 1, enable_gqa=True
+        )
+
+    repeated = 20 if queries == 1 and not run.small else 1
+    calls = {NATIVE: _by_flash(run, native), method: case.attend}
+    with torch.inference_mode():
+        if run.device == "cuda" and queries == 1:  # else the launches are most of the time
+            calls = {name: _captured(one) for name, one in calls.items()}
+        calls = {name: functools.partial(_often, one, repeated) for name, one in calls.items()}
+        found = ratios(calls, 5, run.device)
+    return {
+        "milliseconds": {name: 1e3 * one.seconds / repeated for name, one in found.items()},
+        "ratio": found[method].ratio,
+    }
 
 
 def paths(run: Run) -> None:
@@ -786,6 +878,7 @@ PARTS = {
     "graphs": graphs,
     "syncs": syncs,
     "decode": decoding,
+    "paged": on_pages,
     "attention": timed,
     "model": whole,
     "lora": lora,
@@ -836,6 +929,7 @@ def main(arguments: list[str] | None = None) -> int:
         if os.environ.get("TRITON_INTERPRET") == "1":  # of a Triton that is imported later
             decode_kernel.runs_on = lambda device: True
             decode_kernel.SPLITS = 2
+            paged_attention.SPLITS = 2
     run = Run(
         device=args.device,
         small=args.small,

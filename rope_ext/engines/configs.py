@@ -26,10 +26,13 @@ PLUGIN_VERSIONS = ("0.30", "0.31", "0.32")
 """Tested minor versions of vLLM, newest last."""
 _DENSE = ("llama", "mistral", "qwen2", "qwen3")
 PLUGIN_FAMILIES = {
-    "vllm": (*_DENSE, "mixtral", "qwen2_moe", "qwen3_moe", "olmoe"),
+    "vllm": (*_DENSE, "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gemma3_text"),
     "sglang": _DENSE,
 }
-"""Tested families, whose layers all rotate the halves of whole heads without a sliding window."""
+"""Tested families, whose layers rotate the halves of whole heads.
+
+Layers with a sliding window have a rotary embedding of their own, or are refused.
+"""
 SGLANG_VERSIONS = ("0.5.23",)
 """Versions of SGLang whose source was read; its interfaces change from one to the next."""
 SGLANG_BACKEND = "rope_ext"
@@ -121,7 +124,8 @@ def sglang(state: Patch, saved: Saved | None, plugin: bool | None = None) -> Exp
 
 def plugin_refusal(state: Patch, engine: str) -> str | None:
     """Return why the plugin of an engine does not serve a patch; None if it does."""
-    kind = text_config(state.decoder).model_type
+    config = text_config(state.decoder)
+    kind = config.model_type
     method = state.method
     others = (state.options.bias, state.options.layers)
     learned = isinstance(method.chosen_temperature, SSMax)
@@ -132,7 +136,12 @@ def plugin_refusal(state: Patch, engine: str) -> str | None:
     families = PLUGIN_FAMILIES[engine]
     if kind not in families:
         return f"its plugin serves {', '.join(families)}, not {kind}"
-    if getattr(text_config(state.decoder), "sliding_window", None):  # qwen2_moe has 0 for none
+    if path_to_text(base.served_config(state.model.config)):
+        return f"its plugin serves language models, not {state.model.config.model_type}"
+    if base.is_nested(config.rope_parameters):  # one rotary embedding for each type of layer
+        if any(site.layer_type == "sliding_attention" for site in state.scaled):
+            return "its plugin serves no sliding_layers='scale'"
+    elif getattr(config, "sliding_window", None):  # qwen2_moe has 0 for none
         return "its plugin serves no sliding windows; set sliding_window to None before you patch"
     return None
 

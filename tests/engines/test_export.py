@@ -218,6 +218,20 @@ def test_a_position_method_is_exported_to_vllm_for_the_plugin_of_rope_ext(tmp_pa
     rope_ext.patch(sliding, "rerope", factor=4, sliding_layers="scale")
     with pytest.raises(rope_ext.ExportError, match="no sliding windows"):
         rope_ext.export(sliding, "vllm")
+    # Its override would be of the whole model, whose text model vLLM configures below it.
+    images = rope_ext.patch(tiny_model("llava"), "rerope", factor=4)
+    with pytest.raises(rope_ext.ExportError, match="not llava"):
+        rope_ext.export(images, "vllm")
+
+
+def test_windows_beside_a_position_method_are_exported_where_they_rotate_by_themselves() -> None:
+    model = rope_ext.patch(tiny_model("gemma3_text"), "self_extend", factor=4)
+    fields = rope_ext.export(model, "vllm").settings["hf_overrides"]
+    assert fields["rope_parameters"]["sliding_attention"]["rope_type"] == "default"
+    scaled = tiny_model("gemma3_text")
+    rope_ext.patch(scaled, "self_extend", factor=4, sliding_layers="scale")
+    with pytest.raises(rope_ext.ExportError, match="sliding_layers"):
+        rope_ext.export(scaled, "vllm")
 
 
 def test_a_position_method_is_exported_to_sglang_for_the_plugin_of_rope_ext(tmp_path) -> None:

@@ -287,15 +287,24 @@ def test_a_model_is_served_under_a_position_method_by_name(engine: Engine, metho
     torch.testing.assert_close(got, wanted, rtol=2e-4, atol=CLOSE)
 
 
-@pytest.mark.parametrize("method", ["rerope", "self_extend", "dual_chunk"])
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        ("smollm2", "rerope"),
+        ("smollm2", "self_extend"),
+        ("smollm2", "dual_chunk"),
+        ("gemma3", "self_extend"),
+    ],
+)
 def test_a_pretrained_model_is_served_under_a_position_method(
-    engine: Engine, smollm2: Any, tmp_path: Path, method: str
+    engine: Engine, smollm2: Any, tmp_path: Path, name: str, method: str
 ) -> None:
     options = {"factor": 4, "original_max_position_embeddings": 1024, **options_of(method, 1024)}
     ids = tokens(1600, 4000)
-    with rope_ext.patched(smollm2, method, **options):
-        smollm2.save_pretrained(tmp_path)
-        wanted = log_probs(smollm2, ids)
+    model = smollm2 if name == "smollm2" else pretrained_model(name)
+    with rope_ext.patched(model, method, **options):
+        model.save_pretrained(tmp_path)
+        wanted = log_probs(model, ids)
     (got,) = engine.run(tmp_path, {}, [ids])
     torch.testing.assert_close(got, wanted, rtol=0, atol=CLOSE)
 
@@ -316,13 +325,15 @@ EXPERTS = [
     ("olmoe", "dual_chunk"),
 ]
 """Mixtures of experts that the plugin serves; SGLang's plugin serves none."""
+WINDOWED = ("gemma3_text", "self_extend")
+"""Its layers with a window rotate by frequencies of their own, which the method leaves alone."""
 
 
 @pytest.mark.parametrize(
     ("backend", "family", "method"),
     [
-        *(("interpreter", *case) for case in SERVED + EXPERTS),
-        *(("engine", *case) for case in EXPERTS),
+        *(("interpreter", *case) for case in [*SERVED, *EXPERTS, WINDOWED]),
+        *(("engine", *case) for case in [*EXPERTS, WINDOWED]),
     ],
 )
 def test_a_family_is_served_under_a_position_method(

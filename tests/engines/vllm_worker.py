@@ -25,6 +25,8 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 answers = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)  # what the engine prints
 
+import torch  # noqa: E402
+from torch.nn.functional import scaled_dot_product_attention  # noqa: E402
 from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.config import PoolerConfig  # noqa: E402
 from vllm.distributed import cleanup_dist_env_and_memory  # noqa: E402
@@ -46,6 +48,7 @@ def as_on_a_gpu() -> None:
     vllm_plugin.on_gpu = lambda: True
     register_backend(AttentionBackendEnum.CPU_ATTN, vllm_plugin.PAGED)
     triton_attn.triton_reshape_and_cache_flash = cache
+    triton_attn.TritonAttentionImpl.forward = attend
 
 
 def cache(key: Any, value: Any, keys: Any, values: Any, slots: Any, *scales: Any) -> None:
@@ -54,6 +57,36 @@ def cache(key: Any, value: Any, keys: Any, values: Any, slots: Any, *scales: Any
     at = slots[there] // keys.shape[1], slots[there] % keys.shape[1]
     keys[at] = key[: len(there)][there]
     values[at] = value[: len(there)][there]
+
+
+def attend(
+    self: Any,
+    layer: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kv_cache: torch.Tensor,
+    attn_metadata: Any,
+    output: torch.Tensor,
+    *more: Any,
+    **also: Any,
+) -> torch.Tensor:
+    """In place of vLLM's kernel, too, in layers with a window."""
+    if attn_metadata is None:
+        return output.fill_(0)
+    starts = attn_metadata.query_start_loc.tolist()
+    for request, last in enumerate(attn_metadata.seq_lens.tolist()):
+        new = slice(starts[request], starts[request + 1])
+        blocks = attn_metadata.block_table[request, : -(-last // kv_cache.shape[2])].long()
+        kept = kv_cache[blocks].transpose(0, 1).flatten(1, 2)[:, :last]
+        keys, values = kept.repeat_interleave(self.num_heads // self.num_kv_heads, 0).chunk(2, -1)
+        at = torch.arange(last)
+        distance = at[last - (new.stop - new.start) :, None] - at
+        seen = (distance >= 0) & (distance <= self.sliding_window[0])
+        by_head = query[new].transpose(0, 1)
+        out = scaled_dot_product_attention(by_head, keys, values, seen, scale=self.scale)
+        output[new] = out.transpose(0, 1).reshape(output[new].shape)
+    return output
 
 
 if INTERPRETED:

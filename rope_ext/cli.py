@@ -81,7 +81,9 @@ def recommend(
     import rope_ext
     from rope_ext.config.record import option_texts
 
-    found = rope_ext.recommend(model, parse_length(length), finetune, calibration, engine)
+    found = rope_ext.recommend(
+        model, parse_length(length), finetune=finetune, calibration=calibration, engine=engine
+    )
     show(found.full() if everything else found)
     best = found.method
     served = found.serve or found.method
@@ -263,7 +265,12 @@ def gguf(
                 f"of a patched model before the file"
             )
         if file is None:
-            made = llama_cpp.extended(asked.model, output, asked.build(), asked.trained_length)
+            made = llama_cpp.extended(
+                path=asked.model,
+                output=output,
+                method=asked.build(),
+                trained_length=asked.trained_length,
+            )
         else:
             patched = asked.patched()
             model = read_saved(patched).model if isinstance(patched, str) else patched

@@ -132,7 +132,7 @@ def memory(
     queries, keys, size = heads_of(model.config)
     in_bands = batch * length * size * (3 * dtype.itemsize * (queries + keys) + 3 * 4 * queries)
     weights = sum(p.untyped_storage().nbytes() for p in model.parameters())
-    return Memory(weights, stored, prefill, in_bands)
+    return Memory(weights=weights, cache=stored, prefill=prefill, position_method=in_bands)
 
 
 def heads_of(config: PreTrainedConfig) -> tuple[int, int, int]:

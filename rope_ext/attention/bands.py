@@ -49,7 +49,9 @@ def attend(
         rows = [_of_row(call, places, row) for row in range(len(query))]
         values = [None if value is None else value[n : n + 1] for n in range(len(query))]
         each = zip(query.split(1), key.split(1), values, rows, strict=True)
-        return torch.cat([attend(q, k, v, of_row, at) for q, k, v, (of_row, at) in each])
+        return torch.cat(
+            [attend(q, k, v, call=of_row, places=at) for q, k, v, (of_row, at) in each]
+        )
     encoding, learned = scores or (None, {})
     tensors = (query, key, value, call.sinks, call.bias, *learned.values())
     trains = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
@@ -109,7 +111,7 @@ def _visible(call: Call, places: Places, rows: slice, counted: int | None) -> li
         if counted is not None:
             count = rows.stop - rows.start
             room = keys.stop
-            keys = extent(band.geometry, count, counted, call.start, room)
+            keys = extent(band.geometry, queries=count, keys=counted, start=call.start, room=room)
         seen: Tensor | None = places.sees(band.geometry, rows, keys)
         if places.visible is not None and seen.device.type == "cpu" and not is_compiling():
             index = seen.flatten(0, -2).any(0).nonzero()  # read once for all layers
@@ -142,7 +144,7 @@ def _block(
     """
     query = query[:, :, rows]
     batch, heads, count = query.shape[:3]
-    visible = _visible(call, places, rows, counted)
+    visible = _visible(call=call, places=places, rows=rows, counted=counted)
     every = zip(call.bands, visible, strict=True)
     parts = [(band, part) for band, part in every if part.keys.stop > part.keys.start]
     parts.sort(key=lambda part: part[1].keys.start)  # neighbors make one product with the values
@@ -169,11 +171,11 @@ def _block(
             logits = encoding.logits(block, given)
         if bias is not None:
             if counted is None:
-                logits = logits + places.biased(bias, rows, keys, call.ahead)
+                logits = logits + places.biased(bias, rows, keys, ahead=call.ahead)
             else:
                 size = keys.stop - keys.start
                 first = counted - count - keys.start + call.ahead
-                logits = logits + by_distance(bias, first, count, size)
+                logits = logits + by_distance(bias, first=first, queries=count, keys=size)
         if seen is not None:
             # The lowest finite number, not -inf, so that a row without keys gets no NaN.
             logits = logits.masked_fill(~seen, torch.finfo(logits.dtype).min)

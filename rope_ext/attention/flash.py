@@ -80,7 +80,7 @@ def tiles(geometry: Geometry, queries: int, keys: int, start: int = 0) -> list[T
         return _mirrored(geometry, queries, keys)
     if isinstance(geometry, Around):
         return _around(geometry, queries, keys)
-    return _causal(geometry, queries, keys, start)
+    return _causal(geometry, queries=queries, keys=keys, start=start)
 
 
 def _mirrored(geometry: Ahead, queries: int, keys: int) -> list[Tile]:
@@ -108,7 +108,7 @@ def _causal(geometry: Causal, queries: int, keys: int, start: int = 0) -> list[T
     """Split a part of the causal triangle."""
     split = _Split(keys - queries)
     if isinstance(geometry, ChunkGap):
-        _split_chunks(split, geometry, keys, start)
+        _split_chunks(split, geometry=geometry, keys=keys, start=start)
         return split.found
     # Rows are indexed by the last key that they see: row `far` sees key 0.
     far = max(geometry.first, 0)
@@ -120,7 +120,7 @@ def _causal(geometry: Causal, queries: int, keys: int, start: int = 0) -> list[T
     low = max(row - far, 0)
     high = end - far
     if isinstance(geometry, Distance) and geometry.last is not None:
-        _split_window(split, far, low, high, width=geometry.last - far - 1)
+        _split_window(split, far=far, low=low, high=high, width=geometry.last - far - 1)
         return split.found
     count = min(geometry.count - start, keys) if isinstance(geometry, Sinks) else keys
     growing = min(high, count)
@@ -349,14 +349,14 @@ def compute(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tens
     split = [
         (band, found)
         for band in call.bands
-        if (found := tiles(band.geometry, queries, key.shape[2], call.start))
+        if (found := tiles(band.geometry, queries=queries, keys=key.shape[2], start=call.start))
     ]
     if call.sinks is None and len(split) == 1 and len(split[0][1]) == 1:
         band, [tile] = split[0]
         if tile.blocks * tile.rows == queries:  # as for a text within the window: nothing to merge
             q = rotate(call.pairs, query, band.query)
             k = rotate(call.pairs, key, band.key)
-            out, lse = _attend(tile, q, k, value, call.scale)
+            out, lse = _attend(tile, query=q, key=k, value=value, scale=call.scale)
             return out, lse.contiguous()  # as the operator's fake promises
     total = query.new_zeros(batch, queries, heads, columns, dtype=wide(query)).transpose(1, 2)
     lse = query.new_full((batch, heads, queries), -torch.inf, dtype=wide(query))
@@ -368,12 +368,12 @@ def compute(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tens
         q = rotate(call.pairs, query, band.query)
         k = rotate(call.pairs, key, band.key)
         for tile in found:
-            made, new = _attend(tile, q, k, value, call.scale)
+            made, new = _attend(tile, query=q, key=k, value=value, scale=call.scale)
             count = new.shape[2]
             there = total.narrow(2, tile.row, count)
             old = lse.narrow(2, tile.row, count)
             if tile.row < merged or call.sinks is not None:
-                merge(there, old, made, new)
+                merge(total=there, lse=old, out=made, new=new)
             else:  # the first tile of its queries
                 there.copy_(made)
                 old.copy_(new)
@@ -410,7 +410,7 @@ def differentiate(
         k = rotate(call.pairs, key, band.key)
         of_q = torch.zeros_like(query, dtype=lse.dtype)
         of_k = torch.zeros_like(key, dtype=lse.dtype)
-        for tile in tiles(band.geometry, queries, key.shape[2], call.start):
+        for tile in tiles(band.geometry, queries=queries, keys=key.shape[2], start=call.start):
             given = (
                 tile.queries(grad),
                 tile.queries(q),

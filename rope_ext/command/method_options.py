@@ -53,7 +53,14 @@ def checked_methods(
         twice = cls.name in methods
         values = {**({} if factor is None else {"factor": factor}), **given.get(name, {})}
         if factor is None or factor > 1:
-            mistakes.check(_check, name, values, adapter, record, force and not twice)
+            with mistakes.collected():
+                _check(
+                    name=name,
+                    options=values,
+                    adapter=adapter,
+                    record=record,
+                    force=force and not twice,
+                )
         methods.setdefault(name, values)
     unused = [name for name in given if name not in methods]
     if unused and names:

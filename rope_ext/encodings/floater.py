@@ -82,7 +82,9 @@ class FLOATER(Sized):
         path = [values["start"]]
         for tau in (t[:-1, None] * self.step).unbind():
             p = path[-1]
-            path.append(p + f(tau, p) if self._discrete else _runge_kutta(f, tau, p, self.step))
+            path.append(
+                p + f(tau, p) if self._discrete else _runge_kutta(f, tau, p, step=self.step)
+            )
         return torch.stack(path)
 
 

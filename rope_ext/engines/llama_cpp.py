@@ -91,7 +91,7 @@ class _Draft:
     def plan(self) -> Plan:
         if self.table is None and self.overrides:
             self.flags["--override-kv"] = self.overrides
-        return Plan(self.keys, self.flags, self.table, self.notes)
+        return Plan(keys=self.keys, flags=self.flags, table=self.table, notes=self.notes)
 
 
 def planned(state: Patch, in_file: bool) -> Plan:
@@ -109,7 +109,7 @@ def planned(state: Patch, in_file: bool) -> Plan:
         f"{family.name}.rope.scaling.original_context_length": length,
     }
     flags: dict[str, Any] = {"--ctx-size": scaling.target}
-    draft = _Draft(family, keys, flags, scaling.scaling)
+    draft = _Draft(family=family, keys=keys, flags=flags, multiplier=scaling.scaling)
     yarn = kind == "yarn" and parameters.get("truncate", True)
     betas = _unusual_betas(parameters) if yarn else {}
     reads = family.name in READS_TABLE
@@ -119,7 +119,7 @@ def planned(state: Patch, in_file: bool) -> Plan:
         draft.put("rope.scaling.type", "linear", "--rope-scaling")
         draft.put("rope.scaling.factor", float(parameters["factor"]), "--rope-scale")
     elif yarn and not (in_file and betas and reads):
-        _put_yarn(draft, float(parameters["factor"]), length, betas)
+        _put_yarn(draft, factor=float(parameters["factor"]), length=length, betas=betas)
     elif reads:
         draft.table = scaling.divisors
     else:
@@ -127,7 +127,7 @@ def planned(state: Patch, in_file: bool) -> Plan:
             f"it reads tables of frequencies for the architectures "
             f"{', '.join(map(repr, READS_TABLE))} only, and this is {family.name!r}"
         )
-    _put_latent_scale(draft, state, scaling, yarn)
+    _put_latent_scale(draft, state=state, scaling=scaling, yarn=yarn)
     if family.name == "mistral3" and "--yarn-orig-ctx" not in flags:  # it scales queries
         draft.put("rope.scaling.original_context_length", length)
     if "--yarn-orig-ctx" in flags:
@@ -309,7 +309,7 @@ def _writing(state: Patch, saved: Saved | None) -> tuple[str, str, str, tuple[st
 
 def gguf_library() -> Any:
     """Import ``gguf``; raises ExportError if it is not installed."""
-    return optional("gguf", "GGUF files need", "rope-ext[eval]", ExportError)
+    return optional("gguf", needs="GGUF files need", extra="rope-ext[eval]", kind=ExportError)
 
 
 @dataclass(frozen=True)
@@ -347,7 +347,16 @@ class GGUFFile:
             raise ExportError(f"{path} is not a language model: head or context keys are missing")
         base = own.get("rope.freq_base", 10000.0)
         scaled = gguf_source.scales(keys, tables)
-        return cls(Path(path), architecture, base, width, dim, length, scaled, reader)
+        return cls(
+            path=Path(path),
+            architecture=architecture,
+            base=base,
+            width=width,
+            dim=dim,
+            length=length,
+            scaled=scaled,
+            reader=reader,
+        )
 
     def write(self, output: str | Path, made: Plan) -> None:
         """Write a copy with new keys for the rotary embedding, and optionally a frequency table."""

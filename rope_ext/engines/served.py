@@ -99,7 +99,9 @@ def paged_tables(served: Served, positions: int, device: str) -> paged.Tables:
     temperature = served.temperature(torch.arange(positions, device="cpu"))
     bands = served.method.bands()
     inv_freq = served.inv_freq
-    return paged.Tables.from_bands(bands, inv_freq, positions, temperature, device)
+    return paged.Tables.from_bands(
+        bands=bands, inv_freq=inv_freq, positions=positions, temperature=temperature, device=device
+    )
 
 
 class StoredKeys(nn.Module):
@@ -123,5 +125,7 @@ class StoredKeys(nn.Module):
             return query, key
         columns = 2 * self.cos.shape[1]
         heads = key.view(key.shape[0], -1, columns)
-        rotated = paged.rotate_keys(heads, positions, self.stored, self.cos, self.sin)
+        rotated = paged.rotate_keys(
+            heads, positions, stored=self.stored, cos=self.cos, sin=self.sin
+        )
         return query, rotated.view(key.shape)

@@ -174,7 +174,12 @@ class FrequencyMethod(Method):
 
     def rope_parameters(self, rope: Rope) -> dict[str, Any]:
         """``config.rope_parameters`` from which plain transformers builds the same embedding."""
-        return longrope_table(rope, self.inv_freq(rope), self.factor, self.attention_scaling(rope))
+        return longrope_table(
+            rope,
+            inv_freq=self.inv_freq(rope),
+            factor=self.factor,
+            attention_scaling=self.attention_scaling(rope),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

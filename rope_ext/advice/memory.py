@@ -154,8 +154,8 @@ def _heads_of_layer(config: Any) -> tuple[int, int, int]:
 
 def _fix_frequencies(model: nn.Module) -> None:
     """Let no frequency depend on the length: tensors without storage have no positions to read."""
-    patch = current_patch(model)
-    if patch is not None and patch.method.is_dynamic:
+    state = current_patch(model)
+    if state is not None and state.method.is_dynamic:
         unpatch(model)
     for module in model.modules():
         kind = getattr(module, "rope_type", None)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rope_ext.attention import bands, cards, flash, flex
 from rope_ext.attention.call import Call, Pairs, Places, RotatedBand, Rotation, each_table, wide
-from rope_ext.attention.runs import BACK, Run, goes_back, runs
+from rope_ext.attention.runs import BACK, Run, find_runs, goes_back
 from rope_ext.errors import OptionError, UnsupportedModelError, nearest
 from rope_ext.methods.geometry import Ahead, Around, ChunkGap, Distance, Queries, Sinks
 
@@ -37,7 +37,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, call: Call, kernel: str = 
         OptionError: the kernel is unknown or does not support the call.
     """
     device = query.device.type
-    asked = kernel
+    requested = kernel
     if kernel not in KERNELS:
         raise OptionError(
             f"no attention kernel {kernel!r}{nearest(kernel, KERNELS)}; use one of {KERNELS}"
@@ -60,7 +60,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, call: Call, kernel: str = 
         try:
             return flex.attend(query, key, value, call=call)
         except flex.NotCompiledError as error:
-            if asked != "auto":
+            if requested != "auto":
                 raise OptionError(
                     f"kernel='flex' was not compiled for this GPU ({error}); use kernel='auto'"
                 ) from error
@@ -164,11 +164,12 @@ def attend_encoded(
 ) -> Tensor:
     """Compute attention as a custom operator, whose arguments are only integers and tensors.
 
-    ``at``: places and sequences, as for :func:`runs`, and the slot of the first query. Rotations
-    are then ``[rows or 1, tokens, pairs]``, and there are no gradients. None: consecutive tokens.
+    ``at``: places and sequences, as for :func:`find_runs`, and the slot of the first query.
+    Rotations are then ``[rows or 1, tokens, pairs]``, and there are no gradients. None: consecutive
+    tokens.
     """
     plan, tables = _encoded(call)
-    made = operator(
+    results = operator(
         query,
         key,
         value,
@@ -182,7 +183,7 @@ def attend_encoded(
         call.softcap,
         kernel,
     )
-    return made[0]  # the log-sum-exp is for the backward pass
+    return results[0]  # the log-sum-exp is for the backward pass
 
 
 def _encoded(call: Call) -> tuple[list[int], list[Tensor]]:
@@ -360,10 +361,10 @@ def _at_places(
 ) -> Tensor:
     """Compute attention in runs of consecutive tokens, else by the positions of single tokens.
 
-    ``places``, ``sequences`` and ``first`` as for :func:`runs`; rotations are
+    ``places``, ``sequences`` and ``first`` as for :func:`find_runs`; rotations are
     ``[rows or 1, tokens, pairs]``.
     """
-    found = runs(places=places, sequences=sequences, rows=len(query), first=first)
+    found = find_runs(places=places, sequences=sequences, rows=len(query), first=first)
     if found is not None:
         calls = [(run, replace(call, bands=_of_run(call, run))) for run in found]
         return attend_runs(query, key, value, found=calls, kernel=kernel)
@@ -482,11 +483,11 @@ def _backward(
         leaves.append(x if x is None else x.detach().requires_grad_(learned))
     with _recorded():
         again = replace(call, sinks=leaves[3], bias=leaves[4])
-        made = bands.attend(*leaves[:3], call=again)
+        recomputed = bands.attend(*leaves[:3], call=again)
         trained = [x for x in leaves if x is not None and x.requires_grad]
-        grads = torch.autograd.grad(made, trained, grad)  # recomputes blocks, also recorded
+        grads = torch.autograd.grad(recomputed, trained, grad)  # recomputes blocks, also recorded
     # Match the strides of the inputs, as in the fake implementation.
-    return [torch.empty_like(x).copy_(made) for x, made in zip(trained, grads, strict=True)]
+    return [torch.empty_like(x).copy_(of_x) for x, of_x in zip(trained, grads, strict=True)]
 
 
 def _fused_gradients(

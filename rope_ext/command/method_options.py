@@ -39,8 +39,8 @@ def checked_methods(
         mistakes.add(f"--method {ADAPTER} reads its options from the adapter; remove the others")
     if not names:
         mistakes.add("no method given; choose one or more, such as yarn,ntk,dynamic_yarn")
-    asked = [name for name in (*options, *names) if name not in (UNPATCHED, ADAPTER)]
-    known = {name: mistakes.check(method_class, name) for name in asked}
+    requested = [name for name in (*options, *names) if name not in (UNPATCHED, ADAPTER)]
+    known = {name: mistakes.check(method_class, name) for name in requested}
     given = {known[name].name: dict(values) for name, values in options.items() if known.get(name)}
     wrong = bool(mistakes)
     sidecar = None if adapter is None else mistakes.check(read_sidecar, adapter)

@@ -61,9 +61,9 @@ class FLOATER(Sized):
             "second_weight": (columns, hidden + of_tau),
             "second_bias": (columns,),
         }
-        made = {name: torch.zeros(*size, device="cpu") for name, size in sizes.items()}
-        torch.nn.init.xavier_normal_(made["first_weight"])
-        return made
+        weights = {name: torch.zeros(*size, device="cpu") for name, size in sizes.items()}
+        torch.nn.init.xavier_normal_(weights["first_weight"])
+        return weights
 
     def p(self, t: torch.Tensor, columns: int, rope: Rope, learned: Learned) -> torch.Tensor:
         values = {name: value.to(t) for name, value in learned.items()}

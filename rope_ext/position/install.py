@@ -310,7 +310,7 @@ class Installed(context.Tracker):
             raise self._not_continued()
         if cache is not None and filled:
             require_known(cache, self.map)
-        rows, tokens = context.shape_of(given)
+        rows, tokens = context.input_of(given).shape[:2]
         forward = PositionForward(
             patched_by=self.map, rows=rows, tokens=tokens, filled=filled, cache=cache, traced=False
         )
@@ -355,7 +355,7 @@ class Installed(context.Tracker):
                 f"{type(pages).__name__} is not a cache that {self.map.named} can continue; use "
                 f"generate, generate_batch, or a DynamicCache or StaticCache"
             )
-        rows, tokens = context.shape_of(given)
+        rows, tokens = context.input_of(given).shape[:2]
         row = paged.PagedForward(
             patched_by=self.map, rows=rows, tokens=tokens, filled=0, cache=None, traced=False
         )
@@ -377,6 +377,7 @@ class Installed(context.Tracker):
 
     def finish(self, forward: PositionForward, output: Any) -> None:
         for cache in context.caches_in(output):
+            # `start`, which no traced forward runs, has shortened the cache that was given.
             if isinstance(cache, Cache) and (forward.traced or cache is not forward.cache):
                 forward.note(cache)
                 shorten(cache, self._short, self.map.window)

@@ -75,8 +75,8 @@ def _conversation(row: Mapping[str, Any]) -> dict[str, Any]:
     if "instruction" in given:
         context = given.get("input") or given.get("context")  # Alpaca's name, and Dolly's
         answer = given["output"] if "output" in given else given["response"]
-        asked = "\n\n".join(filter(None, (given["instruction"], context)))
-        pair = (("user", asked), ("assistant", answer))
+        instruction = "\n\n".join(filter(None, (given["instruction"], context)))
+        pair = (("user", instruction), ("assistant", answer))
         messages = [{"role": role, "content": content} for role, content in pair]
         return {"messages": messages, "first": 0}
     raise DataError(
@@ -250,13 +250,13 @@ class _Conversations:
 
     def _answer(self, whole: str, messages: Any, options: Mapping[str, Any]) -> Any:
         """Where the last of these messages is in the whole text; None if earlier text differs."""
-        asked = self._rendered(messages[:-1], options, add_generation_prompt=True)
+        before = self._rendered(messages[:-1], options, add_generation_prompt=True)
         answered = self._rendered(messages, options)
         if not whole.startswith(answered):
             # Phi-3 adds the end token to the last message only.
             answered = answered.removesuffix(self.tokenizer.eos_token or "")
-        if whole.startswith(asked) and whole.startswith(answered):
-            return len(asked), len(answered)
+        if whole.startswith(before) and whole.startswith(answered):
+            return len(before), len(answered)
         return None
 
     def _by_training_template(

@@ -799,17 +799,17 @@ def _of_masking(recipe: Recipe, args: Any) -> Iterator[str]:
     """Errors about packed documents that would attend to each other, or whose mask is too large."""
     rows = args.per_device_train_batch_size
     size = mask_bytes(recipe, args, length_of(recipe))
-    asked = "--document_masking" if recipe.document_masking else "--positions mixed_windows"
+    option = "--document_masking" if recipe.document_masking else "--positions mixed_windows"
     if size > _LARGEST_MASK:
         yield (
-            f"{asked} with --attn {recipe.attn or 'sdpa'} needs a mask of --length x "
+            f"{option} with --attn {recipe.attn or 'sdpa'} needs a mask of --length x "
             f"--length for each row, {size / 2**30:.1f} GiB, and rules out fast kernels; give "
             f"--attn flex_attention, --attn flash_attention_2 with one row per device, a --length "
             f"of at most {math.isqrt(_LARGEST_MASK // rows)}, or leave it out"
         )
     if "flash" in (recipe.attn or "") and rows > 1:
         yield (
-            f"{asked} with --attn {recipe.attn} supports one row at a time; give "
+            f"{option} with --attn {recipe.attn} supports one row at a time; give "
             f"--per_device_train_batch_size 1 and --gradient_accumulation_steps "
             f"{args.gradient_accumulation_steps * rows}, or --attn flex_attention"
         )
@@ -1012,21 +1012,21 @@ def check_output(recipe: Recipe, args: TrainingArguments) -> None:
     _require_writable(folder)
     _refuse_links(folder)
     last = _last_checkpoint(folder, args)
-    asked = args.resume_from_checkpoint
-    if asked is None or asked.lower() == "false":
+    resume_from = args.resume_from_checkpoint
+    if resume_from is None or resume_from.lower() == "false":
         args.resume_from_checkpoint = None
         _refuse_results(folder, last)
         return
-    from_last = asked.lower() == "true"
-    _check_devices(args, folder if from_last else Path(asked).parent)
+    from_last = resume_from.lower() == "true"
+    _check_devices(args, folder if from_last else Path(resume_from).parent)
     if from_last:
         args.resume_from_checkpoint = None if last is None else str(last)
         if last is None and _checkpoints(folder):  # killed while writing the first checkpoint
             return
-    elif not _whole(Path(asked), args):
+    elif not _whole(Path(resume_from), args):
         args.resume_from_checkpoint = None
     if args.resume_from_checkpoint is None:
-        where = f"in {folder}" if from_last else asked
+        where = f"in {folder}" if from_last else resume_from
         raise OptionError(
             f"there is no checkpoint to resume from ({where}); leave --resume_from_checkpoint out, "
             f"or give a complete checkpoint such as {folder}/checkpoint-100"
@@ -1123,15 +1123,15 @@ def _settings_before(args: TrainingArguments) -> Iterator[tuple[Path, dict[str, 
     yield from _settings_of({output_of(args), checkpoint.parent})
 
 
-def _settings_of(runs: set[Path]) -> Iterator[tuple[Path, dict[str, Any]]]:
-    for run in runs:
-        if not (run / SETTINGS).exists():
+def _settings_of(folders: set[Path]) -> Iterator[tuple[Path, dict[str, Any]]]:
+    for folder in folders:
+        if not (folder / SETTINGS).exists():
             continue
         try:
-            yield run, dict(json.loads((run / SETTINGS).read_text(encoding="utf-8")))
+            yield folder, dict(json.loads((folder / SETTINGS).read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError, RecursionError) as error:
             raise OptionError(
-                f"cannot read {run / SETTINGS} ({error}), so the settings that {run} was "
+                f"cannot read {folder / SETTINGS} ({error}), so the settings that {folder} was "
                 f"started with are unknown; delete it to resume with the current settings, or give "
                 f"another --output_dir"
             ) from None

@@ -36,26 +36,27 @@ def main(
 
 
 @command(app)
-def describe(asked: PatchOptions) -> None:
+def describe(patch_options: PatchOptions) -> None:
     """Show a model's rotary embedding, before and after a patch."""
     import rope_ext
 
-    patched = asked.patched()
+    patched = patch_options.patched()
     found = rope_ext.describe(patched)
     show(found)
     if found.method is None:
-        tell_next(command_words("recommend", asked.model, length=4 * found.target_length))
-    elif asked.method is None and found.serve:
-        asked.tell_check()
-    elif asked.method is None:
-        adapter = (Path(asked.model) / "adapter_config.json").exists()  # an engine may, if merged
+        tell_next(command_words("recommend", patch_options.model, length=4 * found.target_length))
+    elif patch_options.method is None and found.serve:
+        patch_options.tell_check()
+    elif patch_options.method is None:
+        # An engine may run an adapter once it is merged.
+        adapter = (Path(patch_options.model) / "adapter_config.json").exists()
         tell(f"done: use it in Python{'' if adapter else '; no engine runs it'}")
     else:
         try:
             rope_ext.export(patched, "vllm")
-            tell_next(asked.words("export", engine="vllm"))
+            tell_next(patch_options.words("export", engine="vllm"))
         except ExportError:  # no engine runs it, so compare it in Python
-            asked.tell_compare(found.length, found.target_length)
+            patch_options.tell_compare(found.length, found.target_length)
 
 
 @command(app)
@@ -81,12 +82,14 @@ def recommend(
     import rope_ext
     from rope_ext.config.record import option_texts
 
-    found = rope_ext.recommend(model, parse_length(length), finetune, calibration, engine)
+    found = rope_ext.recommend(
+        model, parse_length(length), finetune=finetune, calibration=calibration, engine=engine
+    )
     show(found.full() if everything else found)
     best = found.method
     served = found.serve or found.method
     trained = found.original_max_position_embeddings
-    asked = PatchOptions(
+    patch_options = PatchOptions(
         model=model,
         method=best.name,
         factor=best.factor,
@@ -99,13 +102,13 @@ def recommend(
         tell(f"done: use it in Python: {found.call}")
     elif calibrated or engine is not None:
         texts = [one for one in option_texts(best) if not one.startswith("factor=")]
-        asked = replace(asked, option=[f"{best.name}.{one}" for one in texts])
-        tell_next(asked.words("export", engine=engine or found.engines[0]))
+        patch_options = replace(patch_options, option=[f"{best.name}.{one}" for one in texts])
+        tell_next(patch_options.words("export", engine=engine or found.engines[0]))
     else:
         if served not in (found.raised, best):  # their factor may differ
-            asked = replace(asked, method=f"{best.name},{served.name}")
+            patch_options = replace(patch_options, method=f"{best.name},{served.name}")
         lengths = (found.trained_length, found.target_length)
-        asked.tell_compare(*lengths, finetune=finetune, text=text)
+        patch_options.tell_compare(*lengths, finetune=finetune, text=text)
 
 
 @command(app)
@@ -137,7 +140,7 @@ def memory(
 
 
 @command(app)
-def diagnose(asked: PatchOptions, length: str) -> None:
+def diagnose(patch_options: PatchOptions, length: str) -> None:
     """Show which rotary pairs leave the trained range at a length.
 
     Options:
@@ -146,17 +149,20 @@ def diagnose(asked: PatchOptions, length: str) -> None:
     import rope_ext
 
     tokens = parse_length(length)
-    found = rope_ext.diagnose(asked.patched(), tokens)
+    found = rope_ext.diagnose(patch_options.patched(), tokens)
     show(found)
-    if asked.method is not None:
-        asked.tell_compare(found.trained_length, tokens)
+    if patch_options.method is not None:
+        patch_options.tell_compare(found.trained_length, tokens)
     elif tokens > found.trained_length:
-        tell_next(command_words("recommend", asked.model, length=tokens))
+        tell_next(command_words("recommend", patch_options.model, length=tokens))
 
 
 @command(app)
 def export(
-    asked: PatchOptions, engine: EngineName, legacy: bool = False, output: Path | None = None
+    patch_options: PatchOptions,
+    engine: EngineName,
+    legacy: bool = False,
+    output: Path | None = None,
 ) -> None:
     """Print the settings that make an engine run a method.
 
@@ -169,20 +175,22 @@ def export(
     """
     import rope_ext
 
-    made = rope_ext.export(asked.patched(), engine, **({"legacy": True} if legacy else {}))
-    written = [] if output is None else made.write(output)
-    show(made)
+    exported = rope_ext.export(
+        patch_options.patched(), engine, **({"legacy": True} if legacy else {})
+    )
+    written = [] if output is None else exported.write(output)
+    show(exported)
     for path in written:
         tell(f"wrote {path}")
-    if (Path(asked.model) / "adapter_config.json").exists():
-        tell_next(["python", "recipes/merge.py", asked.model, "--output", unused("merged")])
+    if (Path(patch_options.model) / "adapter_config.json").exists():
+        tell_next(["python", "recipes/merge.py", patch_options.model, "--output", unused("merged")])
     else:
-        asked.tell_check(engine)
+        patch_options.tell_check(engine)
 
 
 @command(app)
 def serve(
-    asked: PatchOptions,
+    patch_options: PatchOptions,
     continuous_batching: bool = False,
     blocks: int | None = None,
     batch_tokens: int | None = None,
@@ -208,13 +216,15 @@ def serve(
     import rope_ext
     from rope_ext.engines import transformers_server
 
-    method = asked.build()
-    asked.patched()  # reports what cannot be patched before the weights are loaded
-    patch = None if method is None else partial(rope_ext.patch, method=method, **asked.arguments())
+    method = patch_options.build()
+    patch_options.patched()  # reports what cannot be patched before the weights are loaded
+    apply_patch = None
+    if method is not None:
+        apply_patch = partial(rope_ext.patch, method=method, **patch_options.arguments())
     with stoppable("start the same command again"):
         transformers_server.run(
-            asked.model,
-            patch,
+            patch_options.model,
+            apply_patch,
             continuous_batching=continuous_batching,
             cb_num_blocks=blocks,
             cb_max_batch_tokens=batch_tokens,
@@ -241,7 +251,7 @@ def card(model: Model, base: str | None = None, report: Path | None = None) -> N
 
 @command(app)
 def gguf(
-    asked: PatchOptions,
+    patch_options: PatchOptions,
     file: Annotated[
         str | None, typer.Argument(help="GGUF file of the model, if that is a patched directory.")
     ] = None,
@@ -257,19 +267,24 @@ def gguf(
         from rope_ext.engines import llama_cpp
         from rope_ext.saving.folder import read_saved
 
-        if file is None and asked.method is None:
+        if file is None and patch_options.method is None:
             raise ExportError(
-                f"no method for {asked.model}; give --method and --factor, or the folder "
+                f"no method for {patch_options.model}; give --method and --factor, or the folder "
                 f"of a patched model before the file"
             )
         if file is None:
-            made = llama_cpp.extended(asked.model, output, asked.build(), asked.trained_length)
+            plan = llama_cpp.extended(
+                path=patch_options.model,
+                output=output,
+                method=patch_options.build(),
+                trained_length=patch_options.trained_length,
+            )
         else:
-            patched = asked.patched()
+            patched = patch_options.patched()
             model = read_saved(patched).model if isinstance(patched, str) else patched
-            made = llama_cpp.following(model, file, output)
+            plan = llama_cpp.following(model, file, output)
         tell(f"wrote {output}")
-        print(shell_join(["llama-server", "--model", output, *made.in_file]))
+        print(shell_join(["llama-server", "--model", output, *plan.in_file]))
 
 
 @command(app, "methods")

@@ -506,7 +506,7 @@ def _half(
         place, used, raised = raise_factor(place, method, options, changes=changes)
     if apply is None:
         apply = apply_frequency if used.kind == "frequency" else apply_position
-    applied = apply(place, used, options, changes)
+    applied = apply(place, used, options=options, changes=changes)
     saved = applied.saved
     record = Record(
         method=method,

@@ -44,8 +44,8 @@ def command_line(words: Sequence[object]) -> str:
     Recipes are in the repository alone. In its root the command runs as it is.
     """
     line = shell_join(words)
-    runs = [str(word) for word in words[1:3]] if words and words[0] == "python" else []
-    of_repository = any(word.startswith(("recipes/", "recipes.")) for word in runs)
+    scripts = [str(word) for word in words[1:3]] if words and words[0] == "python" else []
+    of_repository = any(word.startswith(("recipes/", "recipes.")) for word in scripts)
     there = os.path.isfile("recipes/merge.py")
     return f"{line}  # in a clone of the repository" if of_repository and not there else line
 

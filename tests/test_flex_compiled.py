@@ -216,7 +216,7 @@ def test_an_error_of_the_compiler_becomes_a_log_line(monkeypatch, caplog) -> Non
 
     monkeypatch.setattr(flex, "fuses", lambda x: True)
     monkeypatch.setattr(flex, "compiled", lambda: fails)
-    monkeypatch.setattr(attention, "chosen", lambda *given: ("flex", None))
+    monkeypatch.setattr(attention, "chosen", lambda **given: ("flex", None))
     attention.log_once.cache_clear()
     tensors, call = asked(1, 5, 60)
     for _ in range(2):

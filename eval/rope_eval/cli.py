@@ -88,9 +88,9 @@ def search(model: Model, length: Target, output: Path, **options: Any) -> None:
         show(f'use it: rope_ext.patch(model, "longrope", {table}{beside})')
         same = {"compose": options["compose"], "dtype": how.dtype, "device": how.device}
         same |= {"trained_length": trained, "output": unused("compared")}
-        patch = {"method": "longrope,yarn", "option": [f"longrope={output}"]}
-        patch |= {"factor": found.factor, "lengths": tokens}
-        tell_next(command_words("compare", model, **patch, **same))
+        patch_options = {"method": "longrope,yarn", "option": [f"longrope={output}"]}
+        patch_options |= {"factor": found.factor, "lengths": tokens}
+        tell_next(command_words("compare", model, **patch_options, **same))
 
 
 @command(app)
@@ -157,16 +157,17 @@ def _without_verdict(function: Callable[..., None]) -> Callable[..., None]:
     """Decorator: any error is one line and exit code 2, since 1 is a verdict on the engine."""
 
     @functools.wraps(function)
-    def run(asked: PatchOptions, **options: Any) -> None:
+    def run(patch_options: PatchOptions, **options: Any) -> None:
         try:
             with stoppable("run the same command again"):
-                function(asked, **options)
+                function(patch_options, **options)
         except (RopeExtError, OSError):
             raise
         except Exception as error:  # of the model's or the engine's code, on sizes that do not fit
             raise MeasureError(
-                f"a miniature of {asked.model} cannot be built and run ({type(error).__name__}: "
-                f"{first_line(error)}); correct its config.json, or download it again"
+                f"a miniature of {patch_options.model} cannot be built and run "
+                f"({type(error).__name__}: {first_line(error)}); correct its config.json, or "
+                f"download it again"
             ) from error
 
     return run
@@ -175,7 +176,7 @@ def _without_verdict(function: Callable[..., None]) -> Callable[..., None]:
 @command(app)
 @_without_verdict
 def verify(
-    asked: PatchOptions,
+    patch_options: PatchOptions,
     engine: Literal["llama.cpp", "mlx", "transformers", "vllm", "sglang"] | None = None,
     flags: str | None = None,
     as_saved: bool = False,
@@ -229,11 +230,13 @@ def verify(
         raise OptionError(f"--length {length} is not valid; it must be at least 2")
     run_by = engine or "llama.cpp"
     _require_one_place(run_by, url, write)
-    method = asked.build()
-    arguments = asked.arguments()
-    miniature = verifying.Miniature.from_config(load_config(asked.model), method, **arguments)
+    method = patch_options.build()
+    arguments = patch_options.arguments()
+    miniature = verifying.Miniature.from_config(
+        load_config(patch_options.model), method, **arguments
+    )
     if write is not None:
-        _write_miniature(asked, miniature, write, server=engine, length=length)
+        _write_miniature(patch_options, miniature, write, server=engine, length=length)
         return
     if json is not None:
         json.open("a").close()  # fails before the run
@@ -263,8 +266,8 @@ def verify(
         served = "serve the model with the same options"
         if engine or url is None:
             with suppress(RopeExtError):  # the model may not be extended
-                exported = rope_ext.export(asked.patched(), run_by)
-                words = shell_join(asked.words("export", engine=run_by, output="FOLDER"))
+                exported = rope_ext.export(patch_options.patched(), run_by)
+                words = shell_join(patch_options.words("export", engine=run_by, output="FOLDER"))
                 served = f"use it: {words if exported.files else exported.command}"
         tell(f"done: {served}")
     sys.exit(found.exit_code)
@@ -288,7 +291,11 @@ def _require_one_place(engine: str, url: str | None, write: Path | None) -> None
 
 
 def _write_miniature(
-    asked: PatchOptions, miniature: Miniature, folder: Path, server: str | None, length: str | None
+    patch_options: PatchOptions,
+    miniature: Miniature,
+    folder: Path,
+    server: str | None,
+    length: str | None,
 ) -> None:
     """Write the miniature, and print how to serve it and what to run then."""
     from rope_eval.engines import verifying
@@ -300,7 +307,7 @@ def _write_miniature(
         tell(f"note: {refusal}", "yellow")
     for name in [server] if server in commands else list(commands)[:1]:
         address = f"http://localhost:{verifying.SERVERS[str(name)]}"
-        tell_next(asked.words("verify", engine=name, url=address, length=length))
+        tell_next(patch_options.words("verify", engine=name, url=address, length=length))
 
 
 @command(app)
@@ -340,7 +347,12 @@ def plot(
     tell(f"wrote {output}")
     trained = trained_length(load_config(model))
     target = tokens or extended_length(factor, trained)
-    patch = {"method": ",".join(names), "factor": factor, "option": option, "compose": compose}
+    patch_options = {
+        "method": ",".join(names),
+        "factor": factor,
+        "option": option,
+        "compose": compose,
+    }
     if all(one.kind in ("frequency", "position") for one in methods):  # not an encoding
         more = {"lengths": f"{trained},{target}", "output": unused("compared")}
-        tell_next(command_words("compare", model, **patch, **more))
+        tell_next(command_words("compare", model, **patch_options, **more))

@@ -51,7 +51,7 @@ class TaskOptions:
 def command_for(name: str, words: Sequence[str]) -> TyperCommand:
     """The command ``eval``, whose tasks are among ``words``, or ``compare``, with its options."""
     comparing = name == "compare"
-    tasks, harness = (COMPARED, {}) if comparing else _asked(words)
+    tasks, harness = (COMPARED, {}) if comparing else _requested(words)
     classes = chosen([*tasks, *EMBEDDED] if comparing else tasks)
     _refuse_shared(classes)
 
@@ -78,7 +78,7 @@ def command_for(name: str, words: Sequence[str]) -> TyperCommand:
     return command
 
 
-def _asked(words: Sequence[str]) -> tuple[Sequence[str], dict[str, str]]:
+def _requested(words: Sequence[str]) -> tuple[Sequence[str], dict[str, str]]:
     """Return the tasks that the words of ``eval`` name, and options of the harness's among them."""
     names = _named(words)
     tasks = [one for one in names if one in all_tasks()]
@@ -95,11 +95,11 @@ def _named(words: Sequence[str]) -> list[str]:
         OptionError: none is named, and the words do not ask for help.
     """
     first = takewhile(lambda word: not word.startswith("-"), words)
-    asked = [*filter(_names_tasks, first)]
-    asked += [value for word, value in pairwise(words) if word in ("--tasks", "--task")]
-    asked += [word.removeprefix("--tasks=") for word in words if word.startswith("--tasks=")]
+    task_words = [*filter(_names_tasks, first)]
+    task_words += [value for word, value in pairwise(words) if word in ("--tasks", "--task")]
+    task_words += [word.removeprefix("--tasks=") for word in words if word.startswith("--tasks=")]
     names: list[str] = []
-    for one in split(asked):
+    for one in split(task_words):
         names += from_file(one) if one.endswith(".py") else [one]
     if not (names or "--help" in words):
         raise OptionError(f"give --tasks some of {KNOWN}; see rope-ext eval --help")

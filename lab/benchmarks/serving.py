@@ -13,6 +13,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -182,7 +183,9 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=12, help="decoding steps of a case")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--logs", type=Path, default=Path("/tmp"))
+    parser.add_argument(
+        "--logs", type=Path, help="directory of the servers' logs; default: a new one"
+    )
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.serve is not None:
@@ -195,6 +198,9 @@ def main() -> None:
     for method in asked.methods.split(","):
         given[method] = plain | settings_of(asked.model, method, asked.factor)
     logs = asked.logs
+    if logs is None:
+        logs = Path(tempfile.mkdtemp(prefix="rope-ext-serving-"))
+        print(f"logs: {logs}", file=sys.stderr, flush=True)
     variants = {
         name: Variant(settings, asked.threads, logs / f"serving-{name}.log")
         for name, settings in given.items()

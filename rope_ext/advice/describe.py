@@ -159,20 +159,20 @@ def describe(model: nn.Module | PreTrainedConfig | str | Path) -> Description:
     """
     if not isinstance(model, nn.Module):
         return _described_as_saved(model)
-    patch = current_patch(model)
-    decoder = text_decoder(model) if patch is None else patch.decoder  # it may be the encoder alone
+    state = current_patch(model)
+    decoder = text_decoder(model) if state is None else state.decoder  # it may be the encoder alone
     name = type(decoder).__name__
-    sites = find_sites(decoder) if patch is None else patch.sites
-    shown = tuple(_site(site, patch) for site in sites)
-    if patch is not None:
+    sites = find_sites(decoder) if state is None else state.sites
+    shown = tuple(_site(site, state) for site in sites)
+    if state is not None:
         return Description(
             model=name,
-            method=patch.method.name,
-            options=patch.method.options(),
-            length=patch.length,
-            target_length=patch.target_length,
+            method=state.method.name,
+            options=state.method.options(),
+            length=state.length,
+            target_length=state.target_length,
             sites=shown,
-            notes=patch.notes,
+            notes=state.notes,
         )
     notes = tuple(_unpatched_notes(decoder, sites))
     target = sites[0].rope.length
@@ -212,18 +212,18 @@ def call_text(method: Method) -> str:
     return f"{method.name}({', '.join(option_texts(method))})"
 
 
-def _site(site: RotarySite, patch: Patch | None) -> SiteDescription:
-    """Describe one set of frequencies, under ``patch`` if it is in force there."""
+def _site(site: RotarySite, state: Patch | None) -> SiteDescription:
+    """Describe one set of frequencies, under a patch (``state``) if it is in force there."""
     after = site.rope.inv_freq
     scaling = site.scaling
     status = "unchanged"
-    if patch is not None and site in patch.scaled:
-        after, scaling = patch.frequencies_of(site)
-        status = "positions changed" if patch.method.replaces_attention else "extended"
-        if patch.method.kind == "rotation" and patch.frequencies is None:
+    if state is not None and site in state.scaled:
+        after, scaling = state.frequencies_of(site)
+        status = "positions changed" if state.method.replaces_attention else "extended"
+        if state.method.kind == "rotation" and state.frequencies is None:
             status = "as trained"
-        if patch.method.is_dynamic:
-            shown = patch.method.target_length(site.rope)
+        if state.method.is_dynamic:
+            shown = state.method.target_length(site.rope)
             status = f"extended per sequence, shown at {shown} tokens"
     before = tuple(site.rope.inv_freq.tolist())
     after = tuple(after.tolist())
@@ -356,13 +356,13 @@ def diagnose(model: nn.Module | PreTrainedConfig | str | Path, length: int) -> D
     require_length("length", length)
     if not isinstance(model, nn.Module):
         model = read_saved(model).model
-    patch = current_patch(model)
-    decoder = text_decoder(model) if patch is None else patch.decoder
+    state = current_patch(model)
+    decoder = text_decoder(model) if state is None else state.decoder
     described = describe(model)
-    method = None if patch is None else call_text(patch.method)
-    sites = find_sites(decoder) if patch is None else patch.sites
+    method = None if state is None else call_text(state.method)
+    sites = find_sites(decoder) if state is None else state.sites
     shown = tuple(
-        _diagnosed(text_config(decoder), site=site, patch=patch, length=length) for site in sites
+        _diagnosed(text_config(decoder), site=site, state=state, length=length) for site in sites
     )
     return Diagnosis(
         model=described.model,
@@ -374,11 +374,11 @@ def diagnose(model: nn.Module | PreTrainedConfig | str | Path, length: int) -> D
     )
 
 
-def _diagnosed(config: Any, site: RotarySite, patch: Patch | None, length: int) -> SiteDiagnosis:
+def _diagnosed(config: Any, site: RotarySite, state: Patch | None, length: int) -> SiteDiagnosis:
     """Diagnose one set of frequencies at a ``length`` in tokens."""
     rope = site.rope
     frequencies = rope.inv_freq
-    active = patch if patch is not None and site in patch.scaled else None
+    active = state if state is not None and site in state.scaled else None
     before = after = torch.tensor([length], dtype=torch.float64, device="cpu")
     if site.local:
         names = ("sliding_window", "attention_window_size", "attention_chunk_size")

@@ -132,7 +132,7 @@ def memory(
     queries, keys, size = heads_of(model.config)
     in_bands = batch * length * size * (3 * dtype.itemsize * (queries + keys) + 3 * 4 * queries)
     weights = sum(p.untyped_storage().nbytes() for p in model.parameters())
-    return Memory(weights, stored, prefill, in_bands)
+    return Memory(weights=weights, cache=stored, prefill=prefill, position_method=in_bands)
 
 
 def heads_of(config: PreTrainedConfig) -> tuple[int, int, int]:
@@ -154,8 +154,8 @@ def _heads_of_layer(config: Any) -> tuple[int, int, int]:
 
 def _fix_frequencies(model: nn.Module) -> None:
     """Let no frequency depend on the length: tensors without storage have no positions to read."""
-    patch = current_patch(model)
-    if patch is not None and patch.method.is_dynamic:
+    state = current_patch(model)
+    if state is not None and state.method.is_dynamic:
         unpatch(model)
     for module in model.modules():
         kind = getattr(module, "rope_type", None)

@@ -49,7 +49,9 @@ def attend(
         rows = [_of_row(call, places, row) for row in range(len(query))]
         values = [None if value is None else value[n : n + 1] for n in range(len(query))]
         each = zip(query.split(1), key.split(1), values, rows, strict=True)
-        return torch.cat([attend(q, k, v, of_row, at) for q, k, v, (of_row, at) in each])
+        return torch.cat(
+            [attend(q, k, v, call=of_row, places=at) for q, k, v, (of_row, at) in each]
+        )
     encoding, learned = scores or (None, {})
     tensors = (query, key, value, call.sinks, call.bias, *learned.values())
     trains = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
@@ -109,7 +111,7 @@ def _visible(call: Call, places: Places, rows: slice, counted: int | None) -> li
         if counted is not None:
             count = rows.stop - rows.start
             room = keys.stop
-            keys = extent(band.geometry, count, counted, call.start, room)
+            keys = extent(band.geometry, queries=count, keys=counted, start=call.start, room=room)
         seen: Tensor | None = places.sees(band.geometry, rows, keys)
         if places.visible is not None and seen.device.type == "cpu" and not is_compiling():
             index = seen.flatten(0, -2).any(0).nonzero()  # read once for all layers
@@ -142,7 +144,7 @@ def _block(
     """
     query = query[:, :, rows]
     batch, heads, count = query.shape[:3]
-    visible = _visible(call, places, rows, counted)
+    visible = _visible(call=call, places=places, rows=rows, counted=counted)
     every = zip(call.bands, visible, strict=True)
     parts = [(band, part) for band, part in every if part.keys.stop > part.keys.start]
     parts.sort(key=lambda part: part[1].keys.start)  # neighbors make one product with the values
@@ -154,29 +156,19 @@ def _block(
     given = dict(zip(names, learned, strict=True))
     block = None
     found = []
-    for band, (keys, seen) in parts:
-        logits = _of_band(call, band, rows, keys, query, key)
-        if encoding is not None:  # with one band
-            block = Block(
-                query=query.to(wide(query)),
-                key=key[:, :, keys].to(wide(key)).repeat_interleave(heads // key.shape[1], 1),
-                content=logits,
-                query_at=places.query[rows],
-                key_at=places.key[keys],
-                visible=logits.new_ones((), dtype=torch.bool) if seen is None else seen,
-                scale=call.scale,
-            )
-            logits = encoding.logits(block, given)
-        if bias is not None:
-            if counted is None:
-                logits = logits + places.biased(bias, rows, keys, call.ahead)
-            else:
-                size = keys.stop - keys.start
-                first = counted - count - keys.start + call.ahead
-                logits = logits + by_distance(bias, first, count, size)
-        if seen is not None:
-            # The lowest finite number, not -inf, so that a row without keys gets no NaN.
-            logits = logits.masked_fill(~seen, torch.finfo(logits.dtype).min)
+    for band, part in parts:
+        logits, block = _of_band(
+            call=call,
+            places=places,
+            band=band,
+            part=part,
+            rows=rows,
+            counted=counted,
+            query=query,
+            key=key,
+            bias=bias,
+            given=given,
+        )
         found.append(logits)
     weights = _softmax(found, sinks)
     spans = [part.keys for _, part in parts]
@@ -191,14 +183,25 @@ def _block(
 
 
 def _of_band(
-    call: Call, band: RotatedBand, rows: slice, keys: slice, query: Tensor, key: Tensor
-) -> Tensor:
-    """Return the logits of a band, rotated, scaled and capped, ``[batch, heads, rows, keys]``.
+    call: Call,
+    places: Places,
+    band: RotatedBand,
+    part: _Visible,
+    rows: slice,
+    counted: int | None,
+    query: Tensor,
+    key: Tensor,
+    bias: Tensor | None,
+    given: dict[str, Tensor],
+) -> tuple[Tensor, Block | None]:
+    """Return the masked logits of a band, ``[batch, heads, rows, keys]``.
 
-    ``query`` are those in ``rows``, and ``key`` are all keys.
+    ``query`` are those in ``rows``, and ``key`` are all keys. If an encoding makes the logits from
+    ``given``, its learned parameters and constants, also return what it made them of.
     """
     batch, heads, count = query.shape[:3]
     kv_heads = key.shape[1]
+    keys, seen = part
     to = wide(query) if query.device.type == "cpu" else query.dtype  # saves a cast
     q = call.pairs.rotate(query, part_of(band.query, rows), to)
     k = call.pairs.rotate(key[:, :, keys], part_of(band.key, keys), to)
@@ -207,7 +210,28 @@ def _of_band(
     logits = _logits(q, k).reshape(batch, heads, count, k.shape[2]) * call.scale
     if call.softcap is not None:
         logits = call.softcap * torch.tanh(logits / call.softcap)
-    return logits
+    block = None
+    if call.scores is not None:  # then the call has one band
+        block = Block(
+            query=query.to(wide(query)),
+            key=key[:, :, keys].to(wide(key)).repeat_interleave(heads // kv_heads, 1),
+            content=logits,
+            query_at=places.query[rows],
+            key_at=places.key[keys],
+            visible=logits.new_ones((), dtype=torch.bool) if seen is None else seen,
+            scale=call.scale,
+        )
+        logits = call.scores[0].logits(block, given)
+    if bias is not None and counted is None:
+        logits = logits + places.biased(bias, rows, keys, ahead=call.ahead)
+    elif bias is not None and counted is not None:
+        size = keys.stop - keys.start
+        first = counted - count - keys.start + call.ahead
+        logits = logits + by_distance(bias, first=first, queries=count, keys=size)
+    if seen is not None:
+        # The lowest finite number, not -inf, so that a row without keys gets no NaN.
+        logits = logits.masked_fill(~seen, torch.finfo(logits.dtype).min)
+    return logits, block
 
 
 def _softmax(found: list[Tensor], sinks: Tensor | None) -> Tensor:

@@ -189,4 +189,4 @@ class Places:
         newest = None if both else filled + torch.arange(query.shape[1], device=query.device)
         mask = real if len(real) == 1 else real[:, None, None]
         query, key = (x[0] if len(x) == 1 else x for x in (query, key))
-        return cls(query, key, mask, newest)
+        return cls(query=query, key=key, mask=mask, newest=newest)

@@ -95,14 +95,14 @@ def options(card: Card, heads: Heads, gradients: bool = False) -> dict[str, int 
     """
     # The separate kernel for fewer than 128 queries refuses 65 of them with two heads per key head,
     # and reads all keys of a band in one thread block.
-    made: dict[str, int | bool] = {"FORCE_USE_FLEX_ATTENTION": True}
+    kernel_options: dict[str, int | bool] = {"FORCE_USE_FLEX_ATTENTION": True}
     room = card.shared - SLACK
     half = heads.size == 2
     # Default block sizes are faster where they fit, but they were chosen without a bias in mind.
     if card.shared >= H100 and not (heads.bias and half and heads.columns == 64):
-        return made
+        return kernel_options
     if card.shared >= A100 and not heads.bias and heads.columns in (64, 128, 256):
-        return made
+        return kernel_options
     tiles = (64, 64, 3), (64, 32, 3), (64, 32, 2), (32, 32, 2), (32, 16, 2), (16, 16, 1)
     tile = next((x for x in tiles if forward_bytes(*x, heads, card) <= room), None)
     # In float32, the default sizes of the backward pass are the smallest.
@@ -111,8 +111,8 @@ def options(card: Card, heads: Heads, gradients: bool = False) -> dict[str, int 
     if tile is None or (gradients and side is None):
         return None
     names = "fwd_BLOCK_M", "fwd_BLOCK_N", "fwd_num_stages"
-    made |= dict(zip(names, tile, strict=True))
+    kernel_options |= dict(zip(names, tile, strict=True))
     if side is not None and card.shared < A100:
         blocks = ("bwd_BLOCK_M1", "bwd_BLOCK_N1", "bwd_BLOCK_M2", "bwd_BLOCK_N2")
-        made |= dict.fromkeys(blocks, side) | {"bwd_num_stages": 1}
-    return made
+        kernel_options |= dict.fromkeys(blocks, side) | {"bwd_num_stages": 1}
+    return kernel_options

@@ -208,8 +208,9 @@ def attend(query: Tensor, key: Tensor, value: Tensor, call: Call, ranges: Ranges
     )
     same = (alike, columns, call.scale, call.softcap)
     if same not in ranges.launchers:
-        ranges.launchers[same] = _launcher(query, key, value, settings)
-    return ranges.launchers[same](query, key, value, call.sinks, call.bias).transpose(1, 2)
+        ranges.launchers[same] = _launcher(query, key, value, settings=settings)
+    run = ranges.launchers[same]
+    return run(query, key, value, sinks=call.sinks, bias=call.bias).transpose(1, 2)
 
 
 def tiles(rows: int, columns: int, value_columns: int, size: int) -> dict[str, int]:
@@ -257,7 +258,9 @@ def _launcher(
         width += 2 * pairs_padded
     if columns.rest:
         width += rest_padded
-    shape = tiles(groups * tokens, width, value_padded, query.element_size())
+    shape = tiles(
+        rows=groups * tokens, columns=width, value_columns=value_padded, size=query.element_size()
+    )
     every = (batch * kv_heads, SPLITS, groups * tokens)
     out = query.new_empty(*every, value_columns, dtype=torch.float32)
     lse = query.new_empty(every, dtype=torch.float32)
@@ -337,7 +340,7 @@ def _launcher(
     ) -> Tensor:
         if query.is_cuda and query.device.index != torch.cuda.current_device():
             with torch.cuda.device(query.device):  # Triton launches on the current device
-                return run(query, key, value, sinks, bias)
+                return run(query, key, value, sinks=sinks, bias=bias)
         merged = query.new_empty(batch, tokens, heads, value_columns)
         split(query, key, value, *before, unused if bias is None else bias, *after)
         merge(out, lse, lse if sinks is None else sinks, merged)
@@ -390,8 +393,8 @@ _SETTINGS = (
 def _operator(query, key, value, *settings):  # noqa: ANN001, ANN002, ANN202
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     given = _Settings(*settings)
-    run = _launcher(query, key, value, given)
-    return run(query, key, value, given.sinks, given.bias)
+    run = _launcher(query, key, value, settings=given)
+    return run(query, key, value, sinks=given.sinks, bias=given.bias)
 
 
 @_operator.register_fake

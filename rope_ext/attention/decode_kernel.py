@@ -60,8 +60,10 @@ def attend_band(
         if HAS_CAP:
             s = softcap * (2 * tl.sigmoid(2 * s / softcap) - 1)
         if HAS_BIAS:
-            apart = tl.minimum(tl.maximum((filled + token)[:, None] - n[None, :], 0), distances - 1)
-            s += tl.load(BIAS + heads[:, None] * bias_row + apart)
+            distance = tl.minimum(
+                tl.maximum((filled + token)[:, None] - n[None, :], 0), distances - 1
+            )
+            s += tl.load(BIAS + heads[:, None] * bias_row + distance)
         s = tl.where((n[None, :] >= low[:, None]) & (n[None, :] < high[:, None]), s, -float("inf"))
         new = tl.maximum(m, tl.max(s, 1))
         least = tl.where(new == -float("inf"), 0.0, new)  # rows without a key so far

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rope_ext.attention import bands, cards, flash, flex
 from rope_ext.attention.call import Call, Pairs, Places, RotatedBand, Rotation, each_table, wide
-from rope_ext.attention.runs import BACK, Run, goes_back, runs
+from rope_ext.attention.runs import BACK, Run, find_runs, goes_back
 from rope_ext.errors import OptionError, UnsupportedModelError, nearest
 from rope_ext.methods.geometry import Ahead, Around, ChunkGap, Distance, Queries, Sinks
 
@@ -37,7 +37,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, call: Call, kernel: str = 
         OptionError: the kernel is unknown or does not support the call.
     """
     device = query.device.type
-    asked = kernel
+    requested = kernel
     if kernel not in KERNELS:
         raise OptionError(
             f"no attention kernel {kernel!r}{nearest(kernel, KERNELS)}; use one of {KERNELS}"
@@ -49,18 +49,18 @@ def attend(query: Tensor, key: Tensor, value: Tensor, call: Call, kernel: str = 
         value = value.to(dtype)
     card = cards.card(query.device) if device == "cuda" and kernel != "reference" else None
     if kernel == "auto":
-        kernel, why = chosen(query, value, call, card)
+        kernel, why = chosen(query=query, value=value, call=call, card=card)
         if why is not None and not torch.compiler.is_compiling():
             log_once(f"attention on {query.device} {_PLAIN}: {why}")
     elif kernel != "reference":
-        why = refusal(kernel, query, value, call, card)
+        why = refusal(kernel, query=query, value=value, call=call, card=card)
         if why is not None:
             raise OptionError(f"kernel={kernel!r} cannot run this: {why}; use kernel='auto'")
     if kernel == "flex":
         try:
-            return flex.attend(query, key, value, call)
+            return flex.attend(query, key, value, call=call)
         except flex.NotCompiledError as error:
-            if asked != "auto":
+            if requested != "auto":
                 raise OptionError(
                     f"kernel='flex' was not compiled for this GPU ({error}); use kernel='auto'"
                 ) from error
@@ -77,9 +77,11 @@ def attend(query: Tensor, key: Tensor, value: Tensor, call: Call, kernel: str = 
         value = F.pad(value, (0, most - value.shape[-1]))
     # Plain operations differentiate themselves; encodings that make the logits are traced into.
     if (fused and grads) or (torch.compiler.is_compiling() and call.scores is None):
-        out = attend_encoded(query, key, value, call, None, "flash" if fused else "reference")
+        out = attend_encoded(
+            query, key, value, call=call, at=None, kernel="flash" if fused else "reference"
+        )
     else:  # the operator would add overhead to each step of decoding
-        out = _compute(query, key, value, call, fused)[0]
+        out = _compute(query, key, value, call=call, fused=fused)[0]
     return out[..., :value_columns]
 
 
@@ -95,7 +97,7 @@ def chosen(
     if flash.uses_cudnn(query, value, card):
         order = ("flash", "flex")
     for kernel in order:
-        why = refusal(kernel, query, value, call, card)
+        why = refusal(kernel, query=query, value=value, call=call, card=card)
         if why is None:
             return kernel, None
         refused[kernel] = why
@@ -110,9 +112,9 @@ def refusal(
     if call.scores is not None:
         return "the encoding makes the logits itself"
     if kernel == "flash":
-        return flash.refusal(query, value, call, card)
+        return flash.refusal(query=query, value=value, call=call, card=card)
     if card is not None:
-        return flex.refusal(query, value, call, card)
+        return flex.refusal(query=query, value=value, call=call, card=card)
     if torch.is_grad_enabled() and any(x.requires_grad for x in (query, value)):
         return "it has no gradients on the CPU"
     return None
@@ -162,11 +164,12 @@ def attend_encoded(
 ) -> Tensor:
     """Compute attention as a custom operator, whose arguments are only integers and tensors.
 
-    ``at``: places and sequences, as for :func:`runs`, and the slot of the first query. Rotations
-    are then ``[rows or 1, tokens, pairs]``, and there are no gradients. None: consecutive tokens.
+    ``at``: places and sequences, as for :func:`find_runs`, and the slot of the first query.
+    Rotations are then ``[rows or 1, tokens, pairs]``, and there are no gradients. None: consecutive
+    tokens.
     """
     plan, tables = _encoded(call)
-    made = operator(
+    results = operator(
         query,
         key,
         value,
@@ -180,7 +183,7 @@ def attend_encoded(
         call.softcap,
         kernel,
     )
-    return made[0]  # the log-sum-exp is for the backward pass
+    return results[0]  # the log-sum-exp is for the backward pass
 
 
 def _encoded(call: Call) -> tuple[list[int], list[Tensor]]:
@@ -280,8 +283,10 @@ def _compute(
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp; the latter is empty without a fused kernel."""
     if not fused:
-        return bands.attend(query, key, value, call), query.new_empty(0, dtype=wide(query))
-    return flash.compute(_by_columns(query), _by_columns(key), _by_columns(value), call)
+        return bands.attend(query, key, value, call=call), query.new_empty(0, dtype=wide(query))
+    return flash.compute(
+        query=_by_columns(query), key=_by_columns(key), value=_by_columns(value), call=call
+    )
 
 
 def _by_columns(x: Tensor) -> Tensor:
@@ -340,7 +345,7 @@ def operator(
         lse = query.new_empty(0, dtype=wide(query))
     else:
         with torch.no_grad():
-            out, lse = _compute(query, key, value, call, kernel == "flash")
+            out, lse = _compute(query, key, value, call=call, fused=kernel == "flash")
     return _empty(query, value).copy_(out), lse
 
 
@@ -356,13 +361,13 @@ def _at_places(
 ) -> Tensor:
     """Compute attention in runs of consecutive tokens, else by the positions of single tokens.
 
-    ``places``, ``sequences`` and ``first`` as for :func:`runs`; rotations are
+    ``places``, ``sequences`` and ``first`` as for :func:`find_runs`; rotations are
     ``[rows or 1, tokens, pairs]``.
     """
-    found = runs(places, sequences, len(query), first)
+    found = find_runs(places=places, sequences=sequences, rows=len(query), first=first)
     if found is not None:
         calls = [(run, replace(call, bands=_of_run(call, run))) for run in found]
-        return attend_runs(query, key, value, calls, kernel)
+        return attend_runs(query, key, value, found=calls, kernel=kernel)
     real = sequences >= 0
     if bool(goes_back(places, real)):  # a later token would pass for a near one
         raise UnsupportedModelError(BACK)
@@ -376,7 +381,7 @@ def _at_places(
         for band in call.bands
     ]
     there = Places.in_slots(query=new, key=places, real=real, filled=first)
-    return bands.attend(query, key, value, replace(call, bands=by_head), there)
+    return bands.attend(query, key, value, call=replace(call, bands=by_head), places=there)
 
 
 def _of_run(call: Call, run: Run) -> list[RotatedBand]:
@@ -463,17 +468,26 @@ def _backward(
         softcap=softcap,
     )
     if lse.dim() > 1:  # of a fused kernel
-        return _fused_gradients(grad, query, key, value, out, lse, call, learns[0])
+        return _fused_gradients(
+            grad=grad,
+            query=query,
+            key=key,
+            value=value,
+            out=out,
+            lse=lse,
+            call=call,
+            learns_sinks=learns[0],
+        )
     leaves: Any = [x.detach().requires_grad_() for x in (query, key, value)]
     for x, learned in zip((sinks, bias), learns, strict=True):
         leaves.append(x if x is None else x.detach().requires_grad_(learned))
     with _recorded():
         again = replace(call, sinks=leaves[3], bias=leaves[4])
-        made = bands.attend(*leaves[:3], call=again)
+        recomputed = bands.attend(*leaves[:3], call=again)
         trained = [x for x in leaves if x is not None and x.requires_grad]
-        grads = torch.autograd.grad(made, trained, grad)  # recomputes blocks, also recorded
+        grads = torch.autograd.grad(recomputed, trained, grad)  # recomputes blocks, also recorded
     # Match the strides of the inputs, as in the fake implementation.
-    return [torch.empty_like(x).copy_(made) for x, made in zip(trained, grads, strict=True)]
+    return [torch.empty_like(x).copy_(of_x) for x, of_x in zip(trained, grads, strict=True)]
 
 
 def _fused_gradients(

@@ -80,7 +80,7 @@ def tiles(geometry: Geometry, queries: int, keys: int, start: int = 0) -> list[T
         return _mirrored(geometry, queries, keys)
     if isinstance(geometry, Around):
         return _around(geometry, queries, keys)
-    return _causal(geometry, queries, keys, start)
+    return _causal(geometry, queries=queries, keys=keys, start=start)
 
 
 def _mirrored(geometry: Ahead, queries: int, keys: int) -> list[Tile]:
@@ -108,7 +108,7 @@ def _causal(geometry: Causal, queries: int, keys: int, start: int = 0) -> list[T
     """Split a part of the causal triangle."""
     split = _Split(keys - queries)
     if isinstance(geometry, ChunkGap):
-        _split_chunks(split, geometry, keys, start)
+        _split_chunks(split, geometry=geometry, keys=keys, start=start)
         return split.found
     # Rows are indexed by the last key that they see: row `far` sees key 0.
     far = max(geometry.first, 0)
@@ -120,7 +120,7 @@ def _causal(geometry: Causal, queries: int, keys: int, start: int = 0) -> list[T
     low = max(row - far, 0)
     high = end - far
     if isinstance(geometry, Distance) and geometry.last is not None:
-        _split_window(split, far, low, high, width=geometry.last - far - 1)
+        _split_window(split, far=far, low=low, high=high, width=geometry.last - far - 1)
         return split.found
     count = min(geometry.count - start, keys) if isinstance(geometry, Sinks) else keys
     growing = min(high, count)
@@ -275,15 +275,15 @@ def _in_strips(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple
     run: Any = torch._scaled_dot_product_flash_attention_for_cpu
     count = query.shape[2]
     later = query.new_full((STRIP, STRIP), -torch.inf).triu(1)
-    made = []
+    strips = []
     for first in range(0, count, STRIP):
         last = min(first + STRIP, count)
         size = last - first
         mask = F.pad(later[:size, :size], (first, 0))  # every strip sees all keys before it
         given = query[:, :, first:last], key[:, :, :last], value[:, :, :last]
-        made.append(run(*given, 0.0, False, attn_mask=mask[None, None], scale=scale))
-    outputs = [out.transpose(1, 2) for out, _ in made]  # as they lie in memory
-    return torch.cat(outputs, dim=1).transpose(1, 2), torch.cat([lse for _, lse in made], dim=2)
+        strips.append(run(*given, 0.0, False, attn_mask=mask[None, None], scale=scale))
+    outputs = [out.transpose(1, 2) for out, _ in strips]  # as they lie in memory
+    return torch.cat(outputs, dim=1).transpose(1, 2), torch.cat([lse for _, lse in strips], dim=2)
 
 
 def backward(kernel: str, given: _Tensors, causal: bool, scale: float) -> _Tensors:
@@ -306,10 +306,10 @@ def backward(kernel: str, given: _Tensors, causal: bool, scale: float) -> _Tenso
         )  # fmt: skip
     g, q, k, v, o = (x.transpose(1, 2) for x in tensors)
     unused = torch.empty(2, dtype=torch.uint64, device=lse.device)
-    made = ops._flash_attention_backward(
+    gradients = ops._flash_attention_backward(
         g, q, k, v, o, lse, None, None, *sizes, 0.0, causal, unused, unused, scale=scale
     )
-    return [x.transpose(1, 2) for x in made]
+    return [x.transpose(1, 2) for x in gradients]
 
 
 def _rotate(pairs: Pairs, x: Tensor, rotation: Rotation) -> Tensor:
@@ -349,14 +349,14 @@ def compute(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tens
     split = [
         (band, found)
         for band in call.bands
-        if (found := tiles(band.geometry, queries, key.shape[2], call.start))
+        if (found := tiles(band.geometry, queries=queries, keys=key.shape[2], start=call.start))
     ]
     if call.sinks is None and len(split) == 1 and len(split[0][1]) == 1:
         band, [tile] = split[0]
         if tile.blocks * tile.rows == queries:  # as for a text within the window: nothing to merge
             q = rotate(call.pairs, query, band.query)
             k = rotate(call.pairs, key, band.key)
-            out, lse = _attend(tile, q, k, value, call.scale)
+            out, lse = _attend(tile, query=q, key=k, value=value, scale=call.scale)
             return out, lse.contiguous()  # as the operator's fake promises
     total = query.new_zeros(batch, queries, heads, columns, dtype=wide(query)).transpose(1, 2)
     lse = query.new_full((batch, heads, queries), -torch.inf, dtype=wide(query))
@@ -368,15 +368,15 @@ def compute(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tens
         q = rotate(call.pairs, query, band.query)
         k = rotate(call.pairs, key, band.key)
         for tile in found:
-            made, new = _attend(tile, q, k, value, call.scale)
-            count = new.shape[2]
+            part, part_lse = _attend(tile, query=q, key=k, value=value, scale=call.scale)
+            count = part_lse.shape[2]
             there = total.narrow(2, tile.row, count)
             old = lse.narrow(2, tile.row, count)
             if tile.row < merged or call.sinks is not None:
-                merge(there, old, made, new)
+                merge(total=there, lse=old, out=part, new=part_lse)
             else:  # the first tile of its queries
-                there.copy_(made)
-                old.copy_(new)
+                there.copy_(part)
+                old.copy_(part_lse)
             merged = max(merged, tile.row + count)
     return total.to(query.dtype), lse
 
@@ -387,8 +387,8 @@ def _attend(
     """Return the output of a tile's queries, and its log-sum-exp."""
     given = tile.queries(query), tile.among(key), tile.among(value)
     kernel = kernel_of(tile, query, value)
-    made, lse = forward(kernel, given, causal=tile.shape != WHOLE, scale=scale)
-    return tile.back(made), tile.back(lse)
+    out, lse = forward(kernel, given, causal=tile.shape != WHOLE, scale=scale)
+    return tile.back(out), tile.back(lse)
 
 
 def differentiate(
@@ -410,7 +410,7 @@ def differentiate(
         k = rotate(call.pairs, key, band.key)
         of_q = torch.zeros_like(query, dtype=lse.dtype)
         of_k = torch.zeros_like(key, dtype=lse.dtype)
-        for tile in tiles(band.geometry, queries, key.shape[2], call.start):
+        for tile in tiles(band.geometry, queries=queries, keys=key.shape[2], start=call.start):
             given = (
                 tile.queries(grad),
                 tile.queries(q),
@@ -420,10 +420,10 @@ def differentiate(
                 tile.queries(lse).contiguous(),
             )
             kernel = kernel_of(tile, query, value)
-            made = backward(kernel, given, causal=tile.shape != WHOLE, scale=call.scale)
-            _add(of_q, tile.row, tile.back(made[0]))
-            _add(of_k, tile.key, tile.back(made[1]))
-            _add(of_value, tile.key, tile.back(made[2]))
+            gradients = backward(kernel, given, causal=tile.shape != WHOLE, scale=call.scale)
+            _add(of_q, tile.row, tile.back(gradients[0]))
+            _add(of_k, tile.key, tile.back(gradients[1]))
+            _add(of_value, tile.key, tile.back(gradients[2]))
         # The gradient of a rotation is the rotation back.
         of_query += rotate(call.pairs, of_q, _inverse(band.query))
         of_key += rotate(call.pairs, of_k, _inverse(band.key))

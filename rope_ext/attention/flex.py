@@ -40,7 +40,7 @@ def refusal(query: Tensor, value: Tensor, call: Call, card: cards.Card) -> str |
         return f"it has no bfloat16 on a GPU of capability {card.version}; use float16"
     if not card.compiles:
         return "it is compiled by Triton, which needs the package triton and a C compiler"
-    if _options(query, value, call, card) is None:
+    if _options(query=query, value=value, call=call, card=card) is None:
         return (
             f"heads of {query.shape[-1]} columns in {query.dtype} do not fit into "
             f"{card.shared // 1024} KiB of shared memory"
@@ -52,7 +52,12 @@ def _options(
     query: Tensor, value: Tensor, call: Call, card: cards.Card
 ) -> dict[str, int | bool] | None:
     size = query.element_size()
-    heads = cards.Heads(query.shape[-1], value.shape[-1], size, call.bias is not None)
+    heads = cards.Heads(
+        columns=query.shape[-1],
+        value_columns=value.shape[-1],
+        size=size,
+        bias=call.bias is not None,
+    )
     learns = torch.is_grad_enabled() and (query.requires_grad or value.requires_grad)
     return cards.options(card, heads, learns)
 
@@ -62,7 +67,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, call: Call) -> Tensor:
     keys = key.shape[2]
     parts = []
     for band in call.bands:
-        at = extent(band.geometry, queries, keys, call.start)
+        at = extent(band.geometry, queries=queries, keys=keys, start=call.start)
         if (count := at.stop - at.start) == 0:
             continue
         mask = shift = None  # all keys are visible; entry in ``bias`` of the first key and query
@@ -80,7 +85,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, call: Call) -> Tensor:
     cap = None if call.softcap is None else query.new_full((), call.softcap, dtype=torch.float32)
     options = ""
     if query.is_cuda:
-        chosen = _options(query, value, call, cards.card(query.device)) or {}
+        chosen = _options(query=query, value=value, call=call, card=cards.card(query.device)) or {}
         options = " ".join(f"{name}={int(number)}" for name, number in chosen.items())
     given = query, parts, call.sinks, cap, call.bias
     # As strings, since numbers would become symbols in the graph.

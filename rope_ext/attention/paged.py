@@ -99,7 +99,7 @@ class Tables:
         """Rotate keys ``[tokens, heads, columns]`` at ``[tokens]`` to what is cached."""
         if not self.rotates_stored:
             return key
-        return rotate_keys(key, positions, self.stored, self.cos, self.sin)
+        return rotate_keys(key, positions, stored=self.stored, cos=self.cos, sin=self.sin)
 
 
 def rotate_keys(key: Tensor, positions: Tensor, stored: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -202,7 +202,12 @@ def attend(
     value_columns = value_cache.shape[-1]
     groups = heads // kv_heads
     requests = len(batch.lengths)
-    shape = tile(batch.max_queries, groups, max(columns, value_columns), splits)
+    shape = tile(
+        max_queries=batch.max_queries,
+        groups=groups,
+        columns=max(columns, value_columns),
+        splits=splits,
+    )
     parts = out
     lse = out
     if shape["SPLITS"] > 1:
@@ -214,13 +219,21 @@ def attend(
     temperature = unused if tables.temperature is None else tables.temperature
     pages_of = unused if batch.pages_of is None else batch.pages_of
     blocks = requests if shape["ONE_BLOCK"] else tokens // shape["BLOCK_Q"] + requests
+    fixed = constants(
+        tables,
+        groups=groups,
+        kv_heads=kv_heads,
+        slots=slots,
+        pairs=pairs,
+        value_columns=value_columns,
+    )
     kernels.paged_kernel[(blocks, kv_heads, shape["SPLITS"])](
         query, key_cache, value_cache, parts, lse, sinks, batch.pages, pages_of, batch.lengths,
         batch.starts, tables.low, tables.high, tables.query, tables.key, tables.key_step,
         tables.cos, tables.sin, temperature, requests, logits.scale, logits.softcap,
         tables.positions, batch.pages.stride(0), *query.stride()[:2], *out.stride()[:2],
         *key_cache.stride()[:3], *value_cache.stride()[:3],
-        **constants(tables, groups, kv_heads, slots, pairs, value_columns),
+        **fixed,
         WINDOW=logits.window, HAS_PAGES_OF=batch.pages_of is not None,
         HAS_SINKS=logits.sinks is not None, HAS_CAP=logits.softcap > 0,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32", **shape,

@@ -313,13 +313,13 @@ def _exp(x: Any) -> Any:
     x = max(x, np.float32(-87))  # 2**n is no subnormal number
     n = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
     rest = x - n * np.float32(0.693359375) + n * np.float32(2.12194440e-4)
-    made = np.float32(1.9875691500e-4)
-    made = made * rest + np.float32(1.3981999507e-3)
-    made = made * rest + np.float32(8.3334519073e-3)
-    made = made * rest + np.float32(4.1665795894e-2)
-    made = made * rest + np.float32(1.6666665459e-1)
-    made = made * rest + np.float32(5.0000001201e-1)
-    return made * rest * rest + rest + np.float32(1), np.int32(n)
+    polynomial = np.float32(1.9875691500e-4)
+    polynomial = polynomial * rest + np.float32(1.3981999507e-3)
+    polynomial = polynomial * rest + np.float32(8.3334519073e-3)
+    polynomial = polynomial * rest + np.float32(4.1665795894e-2)
+    polynomial = polynomial * rest + np.float32(1.6666665459e-1)
+    polynomial = polynomial * rest + np.float32(5.0000001201e-1)
+    return polynomial * rest * rest + rest + np.float32(1), np.int32(n)
 
 
 @_jit

@@ -32,7 +32,7 @@ class Run(NamedTuple):
     start: int  # position of its first key
 
 
-def runs(places: Tensor, sequences: Tensor, rows: int, first: int) -> list[Run] | None:
+def find_runs(places: Tensor, sequences: Tensor, rows: int, first: int) -> list[Run] | None:
     """Split a batch into runs; None if positions jump, or if a sequence has padding between tokens.
 
     Args:

@@ -39,8 +39,8 @@ def checked_methods(
         mistakes.add(f"--method {ADAPTER} reads its options from the adapter; remove the others")
     if not names:
         mistakes.add("no method given; choose one or more, such as yarn,ntk,dynamic_yarn")
-    asked = [name for name in (*options, *names) if name not in (UNPATCHED, ADAPTER)]
-    known = {name: mistakes.check(method_class, name) for name in asked}
+    requested = [name for name in (*options, *names) if name not in (UNPATCHED, ADAPTER)]
+    known = {name: mistakes.check(method_class, name) for name in requested}
     given = {known[name].name: dict(values) for name, values in options.items() if known.get(name)}
     wrong = bool(mistakes)
     sidecar = None if adapter is None else mistakes.check(read_sidecar, adapter)
@@ -53,7 +53,14 @@ def checked_methods(
         twice = cls.name in methods
         values = {**({} if factor is None else {"factor": factor}), **given.get(name, {})}
         if factor is None or factor > 1:
-            mistakes.check(_check, name, values, adapter, record, force and not twice)
+            with mistakes.collected():
+                _check(
+                    name=name,
+                    options=values,
+                    adapter=adapter,
+                    record=record,
+                    force=force and not twice,
+                )
         methods.setdefault(name, values)
     unused = [name for name in given if name not in methods]
     if unused and names:

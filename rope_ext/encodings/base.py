@@ -366,7 +366,7 @@ def sinusoid(t: Tensor, columns: int, base: float) -> Tensor:
     return both.flatten(-2)[..., :columns]
 
 
-def linear(name: str, outputs: int, inputs: int, *kernel: int) -> dict[str, Tensor]:
+def linear(name: str, outputs: int, inputs: int, kernel: tuple[int, ...] = ()) -> dict[str, Tensor]:
     """Weight and bias of a linear layer or convolution, with torch's default initialization."""
     fan = inputs
     for size in kernel:

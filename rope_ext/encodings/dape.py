@@ -59,8 +59,8 @@ class DAPE(Encoding):
         inputs = heads.count if self._bias is None else 2 * heads.count
         return {
             **{f"{prefix}{name}": value for name, value in of_bias.items()},
-            **linear("first", self.hidden, inputs, *kernel),
-            **linear("second", heads.count, self.hidden, *kernel),
+            **linear("first", outputs=self.hidden, inputs=inputs, kernel=kernel),
+            **linear("second", outputs=heads.count, inputs=self.hidden, kernel=kernel),
         }
 
     def pair_width(self, heads: int) -> int:

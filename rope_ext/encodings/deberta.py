@@ -54,9 +54,9 @@ class DeBERTa(InputEncoding):
     def resolved(self, rope: Rope) -> Self:
         if not self.absolute_layers:
             return self
-        made = replace(self, length=self.length or self.target_length(rope))
-        made.covers(made.target_length(rope), rope)
-        return made
+        resolved = replace(self, length=self.length or self.target_length(rope))
+        resolved.covers(resolved.target_length(rope), rope)
+        return resolved
 
     def limit(self, rope: Rope) -> int | None:
         return self.length

@@ -61,9 +61,9 @@ class FLOATER(Sized):
             "second_weight": (columns, hidden + of_tau),
             "second_bias": (columns,),
         }
-        made = {name: torch.zeros(*size, device="cpu") for name, size in sizes.items()}
-        torch.nn.init.xavier_normal_(made["first_weight"])
-        return made
+        weights = {name: torch.zeros(*size, device="cpu") for name, size in sizes.items()}
+        torch.nn.init.xavier_normal_(weights["first_weight"])
+        return weights
 
     def p(self, t: torch.Tensor, columns: int, rope: Rope, learned: Learned) -> torch.Tensor:
         values = {name: value.to(t) for name, value in learned.items()}
@@ -82,7 +82,9 @@ class FLOATER(Sized):
         path = [values["start"]]
         for tau in (t[:-1, None] * self.step).unbind():
             p = path[-1]
-            path.append(p + f(tau, p) if self._discrete else _runge_kutta(f, tau, p, self.step))
+            path.append(
+                p + f(tau, p) if self._discrete else _runge_kutta(f, tau, p, step=self.step)
+            )
         return torch.stack(path)
 
 

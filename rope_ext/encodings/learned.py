@@ -39,12 +39,12 @@ class LearnedPositions(InputEncoding):
     extend: Literal["hierarchical", "interpolate"] | None = None
 
     def resolved(self, rope: Rope) -> Self:
-        made = self
+        resolved = self
         if self.length is None:
             own = self.target_length(rope) if self.extend is None else rope.length
-            made = replace(self, length=own)
-        made.covers(made.target_length(rope), rope)
-        return made
+            resolved = replace(self, length=own)
+        resolved.covers(resolved.target_length(rope), rope)
+        return resolved
 
     def limit(self, rope: Rope) -> int:
         length = not_none(self.length)

@@ -29,9 +29,9 @@ class Multiplicative(InputEncoding):
     length: Annotated[int, Whole(2)] | None = None
 
     def resolved(self, rope: Rope) -> Self:
-        made = replace(self, length=self.length or self.target_length(rope))
-        made.covers(made.target_length(rope), rope)
-        return made
+        resolved = replace(self, length=self.length or self.target_length(rope))
+        resolved.covers(resolved.target_length(rope), rope)
+        return resolved
 
     def limit(self, rope: Rope) -> int | None:
         return self.length if self.table == "learned" else None

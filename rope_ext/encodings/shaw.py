@@ -50,12 +50,14 @@ class Shaw(Encoding):
         if self.table == "sinusoidal":
             return {}
         rows = self.clip + 1 - self.p_min
-        made = {name: STD * torch.randn(rows, size) for name, size in self._columns(heads).items()}
+        tables = {
+            name: STD * torch.randn(rows, size) for name, size in self._columns(heads).items()
+        }
         if heads.both:
             rows = self.clip + 1 - self._first_ahead
             for name, size in self._columns(heads).items():
-                made[f"{name}_ahead"] = STD * torch.randn(rows, size)
-        return made
+                tables[f"{name}_ahead"] = STD * torch.randn(rows, size)
+        return tables
 
     def constants(self, heads: Heads, device: torch.device) -> dict[str, torch.Tensor]:
         if self.table == "learned":
@@ -63,12 +65,12 @@ class Shaw(Encoding):
         distance = torch.arange(self.p_min, self.clip + 1, dtype=torch.float64, device=device)
         # In the paper's formula the position of the query is subtracted.
         columns = self._columns(heads).items()
-        made = {name: sinusoid(-distance, size, 10000.0) for name, size in columns}
+        tables = {name: sinusoid(-distance, size, 10000.0) for name, size in columns}
         if heads.both:
             later = distance[self._first_ahead - self.p_min :]
             for name, size in columns:
-                made[f"{name}_ahead"] = sinusoid(later, size, 10000.0)
-        return made
+                tables[f"{name}_ahead"] = sinusoid(later, size, 10000.0)
+        return tables
 
     @property
     def _first_ahead(self) -> int:

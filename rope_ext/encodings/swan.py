@@ -37,7 +37,7 @@ class SWAN(Encoding):
     def resolved(self, rope: Rope) -> Self:
         window = max(2, rope.tokens(1 / 16)[0]) if self.window is None else self.window
         trained = "at most the trained length, since longer distances are new to the rotation"
-        self.require_resolved("window", window <= rope.length, trained, rope)
+        self.require_resolved("window", window <= rope.length, valid=trained, rope=rope)
         return replace(self, window=window)
 
     def own_temperature(self) -> Temperature:

@@ -95,24 +95,24 @@ def _export(engine: str, state: Patch, saved: Saved | None, **options: Any) -> E
         saved = None
         notes = (f"for the base model; merge the adapter: {merge}",)
     try:
-        made = _made(engine, state, saved, **options)
+        export = _exported(engine, state, saved, **options)
     except Refusal as refusal:
         others = [repr(e) for e in _ENGINES if e != engine and _runs(e, state, saved)]
         raise ExportError(
             f"{engine} cannot run {state.method.name}: {refusal}; "
             f"{' and '.join(others) or 'no supported engine'} can run this patch"
         ) from None
-    return dataclasses.replace(made, notes=(*made.notes, *notes))
+    return dataclasses.replace(export, notes=(*export.notes, *notes))
 
 
 def _runs(engine: str, state: Patch, saved: Saved | None = None, **options: Any) -> bool:
     with suppress(Refusal):
-        _made(engine, state, saved, **options)
+        _exported(engine, state, saved, **options)
         return True
     return False
 
 
-def _made(engine: str, state: Patch, saved: Saved | None, **options: Any) -> Export:
+def _exported(engine: str, state: Patch, saved: Saved | None, **options: Any) -> Export:
     if engine not in _BOTH_WAYS and base.reads_both_ways(state):
         raise Refusal("it has not been tested with models that read in both directions")
     return _ENGINES[engine](state, saved, **options)

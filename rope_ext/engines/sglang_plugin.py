@@ -160,7 +160,15 @@ class Paged(AttentionBackend):
         batch = self.forward_metadata
         assert isinstance(batch, paged.Batch)
         # [tokens, heads, columns]: each token is a page with one slot.
-        paged.attend(query, keys.unsqueeze(2), values.unsqueeze(2), out, batch, self.tables, logits)
+        paged.attend(
+            query=query,
+            key_cache=keys.unsqueeze(2),
+            value_cache=values.unsqueeze(2),
+            out=out,
+            batch=batch,
+            tables=self.tables,
+            logits=logits,
+        )
         return out.view(q.shape)
 
     forward_decode = forward_extend

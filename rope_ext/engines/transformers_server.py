@@ -16,13 +16,13 @@ from rope_ext.saving.gguf_source import is_file_name
 from rope_ext.saving.load import from_pretrained
 
 
-def run(model: str, patch: Callable[[Any], Any] | None, **options: Any) -> None:
+def run(model: str, apply_patch: Callable[[Any], Any] | None, **options: Any) -> None:
     """Load a model with its patch, and serve it until Ctrl-C or SIGTERM.
 
     Args:
         model: directory or Hub ID, which requests then have to name.
-        patch: called with the loaded model, patches it in place; default: the model is loaded
-            with the patch that it was saved with.
+        apply_patch: called with the loaded model, patches it in place; default: the model is
+            loaded with the patch that it was saved with.
         **options: arguments of ``transformers.cli.serve.Serve``.
 
     Raises:
@@ -55,9 +55,9 @@ def run(model: str, patch: Callable[[Any], Any] | None, **options: Any) -> None:
         """Loads each model with its patch; transformers alone refuses or ignores most of them."""
 
         def _load_model(self, model_id_and_revision: str, *args: Any, **kwargs: Any) -> Any:
-            if patch is not None:
+            if apply_patch is not None:
                 loaded = super()._load_model(model_id_and_revision, *args, **kwargs)
-                patch(loaded)
+                apply_patch(loaded)
                 return loaded
             name, revision = _split(model_id_and_revision)
             return from_pretrained(
@@ -73,14 +73,14 @@ def run(model: str, patch: Callable[[Any], Any] | None, **options: Any) -> None:
     try:
         # Its blocking mode never stops the thread of continuous batching, and the process stays.
         with hub.loading("weights or tokenizer", model):
-            made = serve.Serve(model, non_blocking=True, **options)
+            server = serve.Serve(model, non_blocking=True, **options)
     finally:
         model_manager.ModelManager = plain
     try:
-        while made._thread.is_alive():  # an interrupted join would call it stopped
+        while server._thread.is_alive():  # an interrupted join would call it stopped
             time.sleep(0.2)
     finally:
-        made.kill_server()
+        server.kill_server()
 
 
 def _split(model: str) -> tuple[str, str]:

@@ -117,7 +117,9 @@ class Banded(CPUAttentionBackendImpl):
             query = torch.zeros(1, self.num_heads, self.head_size, dtype=dtype)
             cache = torch.zeros(1, self.num_kv_heads, 1, 2 * self.head_size, dtype=dtype)
             pages = torch.zeros(1, 1, dtype=torch.int32)
-            paged_cpu.attend(query, cache, pages, self._decoding([0], [0]))
+            paged_cpu.attend(
+                query=query, cache=cache, pages=pages, queries=self._decoding([0], [0])
+            )
 
     def do_kv_cache_update(
         self,
@@ -164,7 +166,7 @@ class Banded(CPUAttentionBackendImpl):
         if step.decoding is not None:
             pages = attn_metadata.block_table
             out[step.tokens] = paged_cpu.attend(
-                query[step.tokens], kv_cache, pages, step.decoding
+                query=query[step.tokens], cache=kv_cache, pages=pages, queries=step.decoding
             ).to(out.dtype)
         for request, new, last in step.prompts:
             blocks = attn_metadata.block_table[request, : -(-last // kv_cache.shape[2])]
@@ -229,4 +231,4 @@ class Banded(CPUAttentionBackendImpl):
         if temperature is not None:
             query = (query * temperature[:, None]).to(query.dtype)
         call = Call(bands, self.pairs, self.scale * served.scaling)
-        return attention.attend(query, key, value, call)[0].transpose(0, 1)
+        return attention.attend(query, key, value, call=call)[0].transpose(0, 1)

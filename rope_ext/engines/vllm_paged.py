@@ -146,5 +146,13 @@ class PagedAttention(TritonAttentionImpl):
             max_queries=attn_metadata.max_query_len,
         )
         out = output[:count].view(count, self.num_heads, self.head_size)
-        paged.attend(query[:count], keys, values, out, batch, self.tables, self.logits)
+        paged.attend(
+            query=query[:count],
+            key_cache=keys,
+            value_cache=values,
+            out=out,
+            batch=batch,
+            tables=self.tables,
+            logits=self.logits,
+        )
         return output

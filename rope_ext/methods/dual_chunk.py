@@ -40,7 +40,9 @@ class DualChunk(PositionMethod):
         chunk = self.chunk or max(2, 3 * rope.length // 4)
         local = self.local or max(1, rope.length // 8)
         full = replace(self, chunk=chunk, local=local)
-        full.require_resolved("local", local < chunk, f"smaller than chunk={chunk}", rope)
+        full.require_resolved(
+            "local", local < chunk, valid=f"smaller than chunk={chunk}", rope=rope
+        )
         return full
 
     def own_scaling(self, rope: Rope) -> float:

@@ -198,19 +198,19 @@ def both_ways(bands: tuple[Band, ...]) -> tuple[Band, ...] | None:
     A key ahead has the negative distance of the same key behind: ``g(-d) = -g(d)``. This is a
     mirrored band with the positions of query and key swapped. The last band stays the last one.
     """
-    made: list[Band] = []
+    doubled: list[Band] = []
     for band in bands:
         geometry = band.geometry
         if isinstance(geometry, Sinks) and geometry.count <= geometry.first:
-            made.append(band)  # the first tokens, which are never that far ahead
+            doubled.append(band)  # the first tokens, which are never that far ahead
         elif not isinstance(geometry, Distance):
             return None
         elif geometry.first == 0 and band.query == band.key:
-            made.append(Band(Around(geometry.last), band.query, band.key))
+            doubled.append(Band(Around(geometry.last), band.query, band.key))
         else:
             mirrored = Ahead(max(geometry.first, 1), geometry.last)
-            made += [Band(mirrored, band.key, band.query), band]
-    return tuple(made)
+            doubled += [Band(mirrored, band.key, band.query), band]
+    return tuple(doubled)
 
 
 def spans(bands: tuple[Band, ...], length: int) -> torch.Tensor:

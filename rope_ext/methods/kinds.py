@@ -66,13 +66,13 @@ class Method(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.temperature is not None:
-            made = as_temperature(self.temperature)
+            temperature = as_temperature(self.temperature)
             valid = (
                 "'log_n', 'ssmax', 'llama4', 'yarn', a positive number of at most 100, or an "
                 "object such as rope_ext.LogN(scale=0.5)"
             )
-            self.require("temperature", made is not None, valid)
-            self.set("temperature", made)
+            self.require("temperature", temperature is not None, valid)
+            self.set("temperature", temperature)
 
     def valid_text(self, option: str, text: str) -> str:
         # Factor 1 can be built, for a ramp that is the same for all, but not applied.
@@ -174,7 +174,12 @@ class FrequencyMethod(Method):
 
     def rope_parameters(self, rope: Rope) -> dict[str, Any]:
         """``config.rope_parameters`` from which plain transformers builds the same embedding."""
-        return longrope_table(rope, self.inv_freq(rope), self.factor, self.attention_scaling(rope))
+        return longrope_table(
+            rope,
+            inv_freq=self.inv_freq(rope),
+            factor=self.factor,
+            attention_scaling=self.attention_scaling(rope),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

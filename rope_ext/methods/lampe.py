@@ -61,7 +61,7 @@ class LaMPE(PositionMethod):
             mapped=mapped,
             tail=self.tail or max(1, round(trained * 200 / 8192)),
         )
-        full.require_resolved("mapped", mapped < length, f"below length={length}", rope)
+        full.require_resolved("mapped", mapped < length, valid=f"below length={length}", rope=rope)
         return full
 
     def own_scaling(self, rope: Rope) -> float:

@@ -33,7 +33,7 @@ class LeakyReRoPE(LogScaled):
         k = self.k
         if k is None:
             valid = "smaller than the trained length, or k given"
-            self.require_resolved("window", window < rope.length, valid, rope)
+            self.require_resolved("window", window < rope.length, valid=valid, rope=rope)
             k = (self.target_length(rope) - window) / (rope.length - window)
         return replace(self, window=window, k=float(k))
 

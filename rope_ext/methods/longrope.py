@@ -51,12 +51,12 @@ class LongRoPE(DynamicMethod):
         return torch.full_like(lengths, scaling)
 
     def rope_parameters(self, rope: Rope) -> dict[str, Any]:
-        made = super().rope_parameters(rope)
+        parameters = super().rope_parameters(rope)
         if self.length is None:
             long = table_of(self, "long_factor", rope)
             short = long if self.short_factor is None else table_of(self, "short_factor", rope)
-            made |= {"short_factor": short.tolist(), "long_factor": long.tolist()}
-        return made
+            parameters |= {"short_factor": short.tolist(), "long_factor": long.tolist()}
+        return parameters
 
 
 def table_of(method: Method, option: str, rope: Rope) -> torch.Tensor:

@@ -41,7 +41,7 @@ class SelfExtend(Tempered):
         if group is None:
             room = 2 * rope.length / 3 - window
             valid = "smaller than two thirds of the trained length, unless group is given"
-            self.require_resolved("window", room > 0, valid, rope)
+            self.require_resolved("window", room > 0, valid=valid, rope=rope)
             group = math.floor((self.target_length(rope) - window) / room) + 1
         return replace(self, window=window, group=group)
 

@@ -39,11 +39,11 @@ class STRING(PositionMethod):
         window = self.window or max(1, min(128, length // 16))
         shift = self.shift or max(math.ceil(length / 3), target - length + window)
         full = replace(self, shift=shift, window=window)
-        full.require_resolved("window", window <= shift, f"at most shift={shift}", rope)
+        full.require_resolved("window", window <= shift, valid=f"at most shift={shift}", rope=rope)
         if self.shift is None:
             most = math.floor(100 * (2 * length - window) / length) / 100
             valid = f"at most {most:g}, unless shift is given; patch with 'rerope' to go further"
-            self.require_resolved("factor", shift <= length, valid, rope)
+            self.require_resolved("factor", shift <= length, valid=valid, rope=rope)
         return full
 
     def own_scaling(self, rope: Rope) -> float:

@@ -114,7 +114,7 @@ def _attend_eagerly(layer_call: LayerCall) -> tuple[Tensor, Tensor | None]:
         forward = mask.forward
         if layer.map.encoding.computes_positions():
             query, key = inputs.rotated(
-                forward, layer_call.module, layer_call.query, layer_call.key
+                forward, module=layer_call.module, query=layer_call.query, key=layer_call.key
             )
             layer_call = layer_call._replace(query=query, key=key)
     if isinstance(forward, PagedForward):
@@ -188,7 +188,7 @@ def _by_layer(layer_call: LayerCall, forward: Any) -> Tensor:
             f"config.attention_dropout = 0 before the model is built"
         )
     found = _prepared(layer_call, layer, forward)
-    out = found.step.attend(found.query, found.key, found.value, found.call)
+    out = found.step.attend(found.query, found.key, found.value, call=found.call)
     return out.transpose(1, 2).contiguous()
 
 
@@ -225,7 +225,9 @@ def _prepared(
         offset = max(0, forward.room - key.shape[2]) if kept else layer_call.mask.offset
         count = forward.room - offset
         mask: BatchMask = layer_call.mask
-        key_of_step = StepKey(layer.number, offset, forward.device, whole)
+        key_of_step = StepKey(
+            layout=layer.number, offset=offset, device=forward.device, whole=whole
+        )
         if key_of_step not in mask.steps:
             mask.steps[key_of_step] = Step(
                 forward=forward, layer=layer, offset=offset, mask=mask, whole=whole
@@ -243,7 +245,7 @@ def _prepared(
             growths[dtype] = temperature.growth(t)
         growth = growths[dtype][:, None, :, None].to(dtype)
         query = getattr(layer_call.module, learned.TEMPERATURE)(query, growth)
-    call = layer.adding(layer_call.call, forward.distances, query, forward.both)
+    call = layer.adding(layer_call.call, distances=forward.distances, like=query, both=forward.both)
     return _Prepared(step=step, query=query, key=key, value=value, call=call)
 
 
@@ -265,7 +267,9 @@ def _natively(layer_call: LayerCall, forward: Any) -> Tensor:
             layer_call.module, layer_call.query, layer_call.key, layer_call.value, mask, **given
         )[0]
     dense = _native_dense(layer_call, mask)  # sdpa has no soft cap and no sinks
-    out = plain.attend(dense.query, dense.key, layer_call.value, dense.call, dense.places)
+    out = plain.attend(
+        dense.query, dense.key, layer_call.value, call=dense.call, places=dense.places
+    )
     return out.transpose(1, 2).contiguous()
 
 
@@ -299,7 +303,7 @@ def _batch_mask(position_map: PositionMap, module: nn.Module, mask: Any) -> Batc
     """Return a mask with its forward, even if generate created it before the forward."""
     if isinstance(mask, BatchMask) and mask.owner is not None and mask.owner.located:
         return mask
-    forward = inputs.forward_of(position_map, module, (mask,), {})
+    forward = inputs.forward_of(position_map, module, args=(mask,), kwargs={})
     if isinstance(mask, BatchMask):
         if mask.owner is None:
             mask.belong_to(forward)

@@ -419,7 +419,12 @@ class PositionForward(ForwardContext):
         behind = not self.begins and self.shown is None
         counts = behind or not self.reads or bool(self._counts())
         origins = self._origins() if self.reads or known is None else known.origins
-        new = CachedKeys(self.map.key, None if counts else self.filled, self.gaps, origins)
+        new = CachedKeys(
+            rotated_by=self.map.key,
+            counted=None if counts else self.filled,
+            gaps=self.gaps,
+            origins=origins,
+        )
         if getattr(cache, NOTE, None) != new:
             setattr(cache, NOTE, new)
 

@@ -48,8 +48,10 @@ def enter(decoder: nn.Module, position_map: PositionMap, changes: Changes) -> st
         entered = [layers[-where]]
         what = f"the first of the last {where} layers"
     columns, size = _measured(decoder, layers[0], position_map)
-    module = InputPositions(encoding, columns, size, position_map.rope, layers[0])
-    put(decoder, INPUT, module, changes)
+    module = InputPositions(
+        encoding, columns=columns, size=size, rope=position_map.rope, near=layers[0]
+    )
+    put(decoder, INPUT, module, changes=changes)
     hook = partial(_enter, decoder, position_map)
     for layer in entered:
         changes.append(layer.register_forward_pre_hook(hook, with_kwargs=True).remove)
@@ -62,7 +64,7 @@ def _enter(
     decoder: nn.Module, position_map: PositionMap, layer: nn.Module, args: tuple, kwargs: dict
 ) -> tuple[tuple, dict]:
     """Pre-hook of a decoder layer that changes its hidden states."""
-    forward = forward_of(position_map, layer, args, kwargs)
+    forward = forward_of(position_map, layer, args=args, kwargs=kwargs)
     x = args[0] if args else kwargs["hidden_states"]
     p = forward.shared.input
     module = getattr(decoder, INPUT)  # peft may have wrapped it
@@ -149,8 +151,10 @@ def enter_heads(
                 f"{type(decoder).__name__}: {type(module).__name__} does not get hidden states of "
                 f"[rows, tokens, columns] as its first argument; use an encoding such as 'alibi'"
             )
-        own = HeadPositions(encoding, layout.inputs, layout.key_heads, module)
-        put(module, POSITIONS, own, changes)
+        own = HeadPositions(
+            encoding, columns=layout.inputs, key_heads=layout.key_heads, near=module
+        )
+        put(module, POSITIONS, own, changes=changes)
         before = partial(_before, position_map, layout)
         changes.append(module.register_forward_pre_hook(before, with_kwargs=True).remove)
     run(decoder, torch.arange(4, device="cpu")[None], use_cache=True)
@@ -207,7 +211,7 @@ def rotated(
 def _before(
     position_map: PositionMap, layout: Layout, module: nn.Module, args: tuple, kwargs: dict
 ) -> tuple[tuple, dict]:
-    forward = forward_of(position_map, module, args, kwargs)
+    forward = forward_of(position_map, module, args=args, kwargs=kwargs)
     x = args[0] if args else kwargs["hidden_states"]
     z = getattr(module, POSITIONS)(x, forward.query.clamp(min=0))  # peft may have wrapped it
     inv_freq = position_map.inv_freq(layout.site, z.device)

@@ -60,10 +60,10 @@ class Installed(context.Tracker):
         self._modules = list(layouts)
         self._short = [*map(_number, kept)]
         self.notes = self._notes(within, len(rotated) - len(within), follow)
-        self._put_layers(decoder, layouts, kept, changes)
+        self._put_layers(decoder, layouts=layouts, kept=kept, changes=changes)
         kept_sites: set[RotarySite] = set()
         if not follow:
-            self._keep_rotations(decoder, kept, rotated, changes)
+            self._keep_rotations(decoder, kept=kept, rotated=rotated, changes=changes)
             kept_sites = {rotated[module].site for module in kept}
         self._find_reruns(list(layouts), sites, changes)
         for site in sites:
@@ -133,7 +133,7 @@ class Installed(context.Tracker):
             self.notes.append(inputs.enter(decoder, self.map, changes))
         if encoding.computes_positions():
             mapped = {module: rotated[module] for module in self.mapped}
-            inputs.enter_heads(decoder, self.map, mapped, changes)
+            inputs.enter_heads(decoder, self.map, layouts=mapped, changes=changes)
 
     def _direction(self, decoder: nn.Module, layouts: list[layers.Layout], generates: bool) -> bool:
         """Return whether the patched layers read the text in both directions, or raise."""
@@ -143,7 +143,7 @@ class Installed(context.Tracker):
         instead = position_map.instead
         if not any(layout.ahead for layout in layouts):
             return False
-        direction.refuse(family, position_map.causal_only, named, instead)
+        direction.refuse(family, causal_only=position_map.causal_only, named=named, instead=instead)
         both = direction.reads_both_ways(self._config, {}, self.mapped)
         if not both or not all(layout.ahead for layout in layouts):
             why = f"{named} cannot tell in which calls, since is_causal of its layers is not False"
@@ -175,17 +175,19 @@ class Installed(context.Tracker):
         for module, layout in layouts.items():
             window = position_map.window if module in kept else None
             if layout is None or (module in kept and window is None):  # attends as trained
-                set_attribute(module, layers.LAYER, steps.Layer(position_map), changes)
+                set_attribute(module, layers.LAYER, steps.Layer(position_map), changes=changes)
                 continue
             owner = None
             if window is None:  # the map changes it
                 if encoding.changes_logits():
                     keys = projections.get(module)
-                    owner = self._put_bias(decoder, module, layout.heads, keys, changes)
+                    owner = self._put_bias(
+                        decoder, module=module, heads=layout.heads, keys=keys, changes=changes
+                    )
                 temperature = position_map.learned_temperature
                 if temperature is not None:
                     scales = learned.HeadScales(temperature, layout.heads.count, module)
-                    learned.put(module, learned.TEMPERATURE, scales, changes)
+                    learned.put(module, learned.TEMPERATURE, scales, changes=changes)
             layer = steps.Layer(
                 map=position_map,
                 layout=layout,
@@ -193,7 +195,7 @@ class Installed(context.Tracker):
                 window=window,
                 biased=owner,
             )
-            set_attribute(module, layers.LAYER, layer, changes)
+            set_attribute(module, layers.LAYER, layer, changes=changes)
             self._copy_tables(layer, layout.site)
 
     def _put_bias(
@@ -212,8 +214,8 @@ class Installed(context.Tracker):
         owner = module if own else decoder
         there = getattr(owner, learned.BIAS, None)
         if there is None:
-            bias = learned.DistanceBias(encoding, heads, module, keys)
-            learned.put(owner, learned.BIAS, bias, changes)
+            bias = learned.DistanceBias(encoding, heads=heads, near=module, keys=keys)
+            learned.put(owner, learned.BIAS, bias, changes=changes)
         elif heads.count != there.heads.count:
             raise UnsupportedModelError(
                 f"the layers have different numbers of heads, and the bias of {encoding.name} is "
@@ -308,7 +310,7 @@ class Installed(context.Tracker):
             raise self._not_continued()
         if cache is not None and filled:
             require_known(cache, self.map)
-        rows, tokens = context.shape_of(given)
+        rows, tokens = context.input_of(given).shape[:2]
         forward = PositionForward(
             patched_by=self.map, rows=rows, tokens=tokens, filled=filled, cache=cache, traced=False
         )
@@ -353,7 +355,10 @@ class Installed(context.Tracker):
                 f"{type(pages).__name__} is not a cache that {self.map.named} can continue; use "
                 f"generate, generate_batch, or a DynamicCache or StaticCache"
             )
-        row = paged.PagedForward(self.map, *context.shape_of(given), 0, None, False)
+        rows, tokens = context.input_of(given).shape[:2]
+        row = paged.PagedForward(
+            patched_by=self.map, rows=rows, tokens=tokens, filled=0, cache=None, traced=False
+        )
         row.pages = pages
         row.ends = ends
         return row
@@ -363,7 +368,7 @@ class Installed(context.Tracker):
         call = "a call with is_causal=False"
         named = self.map.named
         instead = self.map.instead
-        direction.refuse(call, self.map.causal_only, named, instead)
+        direction.refuse(call, causal_only=self.map.causal_only, named=named, instead=instead)
         if self.map.encoding.sided and not self.both:
             why = f"{named} has learned parameters for earlier keys only"
             raise direction.not_causal(
@@ -372,6 +377,7 @@ class Installed(context.Tracker):
 
     def finish(self, forward: PositionForward, output: Any) -> None:
         for cache in context.caches_in(output):
+            # `start`, which no traced forward runs, has shortened the cache that was given.
             if isinstance(cache, Cache) and (forward.traced or cache is not forward.cache):
                 forward.note(cache)
                 shorten(cache, self._short, self.map.window)
@@ -406,7 +412,7 @@ class Installed(context.Tracker):
         Gradient checkpointing reruns the rotary module, too, which gets no mask to find it by.
         """
         if context.current(self.map) is None:
-            again = copy.copy(inputs.forward_of(self.map, module, args, kwargs))
+            again = copy.copy(inputs.forward_of(self.map, module, args=args, kwargs=kwargs))
             again.again = True
             context.forward_context.stack.append(again)
 
@@ -426,7 +432,7 @@ class Installed(context.Tracker):
         ``place`` is the index of ``position_embeddings`` among the layer's arguments.
         """
         # By the mask, since gradient checkpointing reruns a layer when no forward is in progress.
-        forward = inputs.forward_of(self.map, module, args, kwargs)
+        forward = inputs.forward_of(self.map, module, args=args, kwargs=kwargs)
         native = forward.shared.native[site.name, site.layer_type]
         if "position_embeddings" in kwargs:
             return args, {**kwargs, "position_embeddings": native}

@@ -258,16 +258,18 @@ def _run(decoder: nn.Module, site: RotarySite, scaling: float | None = None) -> 
     if any(hasattr(parameter, "device_mesh") for parameter in parameters):
         raise _RefusedError("its weights are sharded (patch it before fully_shard)")
     layers: list[nn.Module] = []
-    hidden = _forward(decoder, site, scaling, lambda seen: layers.append(seen.module))
+    hidden = _forward(decoder, site, scaling=scaling, look=lambda seen: layers.append(seen.module))
     if hidden.isnan().any():
         raise _RefusedError("its hidden states are NaN (check its weights and configuration)")
     # Rounding may depend on the row; then it also does in a forward that rotates nothing.
     spread = _spread(hidden)
-    if spread and spread > 4 * _spread(_forward(decoder, site, 1.0, lambda seen: None)):
+    if spread and spread > 4 * _spread(
+        _forward(decoder, site, scaling=1.0, look=lambda seen: None)
+    ):
         raise _RefusedError("positions act outside of its attention layers")
     numbers = _Numbers({*layers})
     try:
-        _forward(decoder, site, scaling, numbers.look)
+        _forward(decoder, site, scaling=scaling, look=numbers.look)
     finally:
         for handle in numbers.handles:
             handle.remove()
@@ -428,7 +430,12 @@ def _read(decoder: nn.Module, site: RotarySite, seen: _Seen) -> Layout | None:
         raise _RefusedError(f"{where} does not rotate pairs of columns")
     local = sees_window(text_config(decoder), seen.module, seen.given.get("sliding_window"))
     ahead = seen.ahead()
-    heads = Heads(query.shape[1], query.shape[-1], seen.value.shape[-1], ahead)
+    heads = Heads(
+        count=query.shape[1],
+        columns=query.shape[-1],
+        value_columns=seen.value.shape[-1],
+        both=ahead,
+    )
     fits = isinstance(x, Tensor) and x.shape[:-1] == (len(query), query.shape[2])
     inputs = x.shape[-1] if fits else None
     scaling = seen.given.get("scaling")

@@ -171,9 +171,11 @@ class DistanceBias(Learning):
             return None if bias is None else bias.clamp(min=-1e30)
 
         if not both:
-            bias = self.kept((device, dtype), count, room, make)
+            bias = self.kept((device, dtype), count=count, room=room, make=make)
             return {"bias": None if bias is None else bias[:, :count]}
-        sides = self.kept((device, dtype, "both"), count, room, lambda n: (make(n), make(n, True)))
+        sides = self.kept(
+            (device, dtype, "both"), count=count, room=room, make=lambda n: (make(n), make(n, True))
+        )
         if sides[0] is None:
             return {"bias": None}
         earlier, later = (side[:, :count] for side in sides)
@@ -238,7 +240,7 @@ class InputPositions(Learning):
             def table(count: int) -> Tensor:
                 return make(torch.arange(count, dtype=wide, device=device))
 
-            p = self.kept((device, wide), tokens, 2 * tokens, table)[t]
+            p = self.kept((device, wide), count=tokens, room=2 * tokens, make=table)[t]
         else:
             p = make(t.double())
         if self.factor is not None:

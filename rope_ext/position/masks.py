@@ -22,7 +22,7 @@ from transformers.masking_utils import (
     causal_mask_function,
 )
 
-from rope_ext.attention import runs
+from rope_ext.attention.runs import Run, find_runs
 from rope_ext.errors import UnsupportedModelError
 from rope_ext.methods.geometry import Around, ChunkGap, Distance
 from rope_ext.position.forward import PositionForward
@@ -123,7 +123,7 @@ class BatchMask:
         # Shared by all layers:
         self.steps: dict[StepKey, Any] = {}
         self.moved: dict[torch.device, Tensor] = {}  # the dense mask on other devices
-        self.runs_from: dict[int, list[runs.Run] | None] = {}  # by the first slot of the keys
+        self.runs_from: dict[int, list[Run] | None] = {}  # by the first slot of the keys
         # Masks of the requests in a row, by the number of their keys:
         self.requests: dict[tuple[PositionForward, int], BatchMask] = {}
 
@@ -268,15 +268,19 @@ class BatchMask:
         """Window to which the mask limits every token; None: no such limit."""
         return self.arguments.get("local_size") if self.arguments and self.causal else None
 
-    def runs(self, offset: int = 0) -> list[runs.Run] | None:
+    def runs(self, offset: int = 0) -> list[Run] | None:
         """Split the keys from ``offset`` on into runs of consecutive tokens."""
         if offset not in self.runs_from:
             forward = self.forward
             documents = self.forward.documents
             sequences = forward.real().long() - 1 if documents is None else documents
-            keys = forward.key[:, offset:], sequences[:, offset:]
-            new = keys[0].shape[1] - forward.tokens
-            self.runs_from[offset] = runs.runs(*keys, forward.rows, new)
+            places = forward.key[:, offset:]
+            self.runs_from[offset] = find_runs(
+                places=places,
+                sequences=sequences[:, offset:],
+                rows=forward.rows,
+                first=places.shape[1] - forward.tokens,
+            )
         return self.runs_from[offset]
 
 

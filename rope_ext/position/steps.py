@@ -43,11 +43,11 @@ def traced(position_map: PositionMap, given: dict[str, Any]) -> PositionForward 
     """Create the forward for these arguments in tensors; None if tensors cannot express it."""
     if _reads_values(position_map, given):
         return None
-    rows, count = context.shape_of(given)
+    rows, count = context.input_of(given).shape[:2]
     cache = context.cache_among(given)
     positions = given.get("position_ids")
     mask = context.mask_of_decoder(given.get("attention_mask"))
-    forward = in_cache(position_map, cache, rows, count)
+    forward = in_cache(position_map, cache, rows=rows, tokens=count)
     if forward is None:  # a cache that is neither empty nor static, or lies on another device
         return None
     padding = mask
@@ -254,7 +254,9 @@ class Step:
         # Else geometry and order of the slots already say what a query sees.
         if self.runs is None and (near is None or not mask.causal or documents):
             seen = mask.dense_on(forward.device)
-            self.rotations = _seeing_ahead(forward.map, self.rotations, mask.ahead, biased)
+            self.rotations = _seeing_ahead(
+                forward.map, self.rotations, ahead=mask.ahead, biased=biased
+            )
             if seen is not None:
                 first = self.offset - mask.offset  # the mask may have keys that this layer dropped
                 self.seen = shown(seen[..., first : forward.room - mask.offset])
@@ -293,13 +295,13 @@ class Step:
             query = self._scaled(query)
             bands = self._in_runs(wide(query))
             calls = [(run, replace(call, bands=of_run)) for run, of_run in bands]
-            return dispatch.attend_runs(query, key, value, calls, forward.map.kernel)
+            return dispatch.attend_runs(query, key, value, found=calls, kernel=forward.map.kernel)
         if forward.traced and not self.few:
-            return self._many(query, key, value, call)
-        if self._has_kernel(query, key, value, call):
-            return decode.attend(query, key, value, call, self._seen_ranges())
+            return self._many(query, key, value, call=call)
+        if self._has_kernel(query, key, value, call=call):
+            return decode.attend(query, key, value, call=call, ranges=self._seen_ranges())
         dense = self.dense(query, key, call)
-        return plain.attend(dense.query, dense.key, value, dense.call, dense.places)
+        return plain.attend(dense.query, dense.key, value, call=dense.call, places=dense.places)
 
     def _in_runs(self, dtype: torch.dtype) -> list[tuple[Run, list[RotatedBand]]]:
         """Return the runs with their bands, split where queries have to be rotated together."""
@@ -317,8 +319,8 @@ class Step:
             bands = [
                 RotatedBand(
                     geometry=band.geometry,
-                    query=band.query.between(begin, end, device, dtype, origin),
-                    key=band.key.between(run.start, end, device, dtype, origin),
+                    query=band.query.between(begin, end, device=device, dtype=dtype, origin=origin),
+                    key=band.key.between(run.start, end, device=device, dtype=dtype, origin=origin),
                 )
                 for band in self.rotations
             ]
@@ -332,14 +334,16 @@ class Step:
         query = self._scaled(query)
         call = replace(call, bands=self._rotated(wide(query)))
         if forward.regular:  # tokens 0, 1, 2, ...
-            return dispatch.attend(query, key, value, call, forward.map.kernel)
+            return dispatch.attend(query, key, value, call=call, kernel=forward.map.kernel)
         if call.bias is not None and forward.begins and call.bias.shape[1] >= forward.room:
             # The bias of this graph ends at the last slot, and larger distances would repeat it.
             torch._assert_async((forward.key.amax() - forward.key.amin()) < forward.room, BEYOND)
         sequences = forward.real().long() - 1  # 0, or -1 without a token
         first = torch.as_tensor(forward.filled)
         at = [forward.key, sequences, first]
-        return dispatch.attend_encoded(query, key, value, call, at, forward.map.kernel)
+        return dispatch.attend_encoded(
+            query, key, value, call=call, at=at, kernel=forward.map.kernel
+        )
 
     def dense(self, query: Tensor, key: Tensor, call: Call) -> Dense:
         """Return the call for plain operations, whose logits are computed for all slots at once."""
@@ -418,7 +422,7 @@ class Step:
         counted = not self.forward.begins and self.forward.shown is None
         if by.idle or self.forward.traced or isinstance(by, Decay) or not counted:
             return by.at(t, dtype, origin)
-        table = by.between(0, self.forward.room, t.device, dtype)
+        table = by.between(0, self.forward.room, device=t.device, dtype=dtype)
         return each_table(table, lambda x: x.expand(*t.shape, -1) if len(x) == 1 else x[t.clamp(0)])
 
     def _everywhere(self, by: RotationTable | Decay) -> Rotation:
@@ -427,7 +431,7 @@ class Step:
         device = self.forward.device
         if self.forward.traced:
             return by.at(torch.arange(room, device=device), torch.float32)
-        table = by.between(0, room, device, torch.float32)
+        table = by.between(0, room, device=device, dtype=torch.float32)
         return each_table(table, lambda x: x.expand(room, -1).contiguous())
 
     def _temperature(self, dtype: torch.dtype) -> Tensor | None:
@@ -461,8 +465,8 @@ class Step:
             origin = (query.amin(1, keepdim=True) + query.amax(1, keepdim=True)) // 2
         flat: list[Tensor] = []
         for band in self.rotations:
-            flat += self._at(band.query, query, dtype, origin) or ()
-            flat += self._at(band.key, key, dtype, origin) or ()
+            flat += self._at(band.query, t=query, dtype=dtype, origin=origin) or ()
+            flat += self._at(band.key, t=key, dtype=dtype, origin=origin) or ()
         if by_head:
             # One operator for all tables keeps inductor from recomputing them in every layer.
             flat = [x[0] if len(x) == 1 else x[:, None] for x in once(flat)]

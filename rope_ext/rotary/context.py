@@ -181,8 +181,7 @@ class LengthLimit:
         if torch.compiler.is_compiling() or self.told:
             return
         given = arguments(decoder, args, kwargs)
-        inputs = given.get("input_ids")
-        inputs = given.get("inputs_embeds") if inputs is None else inputs
+        inputs = input_of(given)
         cache = cache_among(given)
         filled = cache.get_seq_length() if hasattr(cache, "get_seq_length") else 0
         if not isinstance(inputs, Tensor) or not isinstance(filled, int):
@@ -226,11 +225,13 @@ def cache_among(given: Mapping[str, Any]) -> Any:
     return given.get("cache") if cache is None else cache
 
 
-def shape_of(given: Mapping[str, Any]) -> tuple[int, int]:
-    """Return rows and tokens of a forward from a decoder's arguments."""
+def input_of(given: Mapping[str, Any]) -> Any:
+    """Return the token ids or embeddings from a decoder's arguments, ``[rows, tokens, ...]``.
+
+    None if it was called without, which its own ``forward`` refuses.
+    """
     tokens = given.get("input_ids")
-    rows, length = (given["inputs_embeds"] if tokens is None else tokens).shape[:2]
-    return rows, length
+    return given.get("inputs_embeds") if tokens is None else tokens
 
 
 def mask_of_decoder(mask: Any) -> Any:

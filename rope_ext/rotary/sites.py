@@ -379,13 +379,13 @@ def _rope_type(decoder: nn.Module, name: str, module: nn.Module, layer_type: str
 
 def _refuse_points(decoder: nn.Module, config: Any, length: int | None) -> None:
     """Raise UnsupportedModelError if the configured length counts points of a time series."""
-    patch = getattr(config, "patch_length", None)
-    if patch:  # TimesFM reads patches of so many points of a series as one token
+    patch_length = getattr(config, "patch_length", None)
+    if patch_length:  # TimesFM reads patches of so many points of a series as one token
         raise UnsupportedModelError(
             f"{type(decoder).__name__}: its configuration gives its length as {length} points, and "
-            f"{patch} of them (patch_length) are one token; pass original_max_position_embeddings="
-            f"{(length or 0) // patch} for these, and forecast_context_len=POINTS in calls, which "
-            f"else cut their input"
+            f"{patch_length} of them (patch_length) are one token; pass "
+            f"original_max_position_embeddings={(length or 0) // patch_length} for these, and "
+            f"forecast_context_len=POINTS in calls, which else cut their input"
         )
 
 

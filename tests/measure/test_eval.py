@@ -401,7 +401,7 @@ def test_needles_lie_where_they_should(frame: Frame) -> None:
 
 @pytest.mark.parametrize("name", suite.TASKS)
 def test_ruler_prompts_fit_and_hold_their_answers(name: str, frame: Frame) -> None:
-    task = suite.made(name, 1)
+    task = suite.build_task(name, 1)
     assert task.name == name and task.suite == "RULER"
     cases = ask(task, frame, 2048, 3000)
     short = [case for case in cases if case.length == 2048]

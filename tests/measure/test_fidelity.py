@@ -52,7 +52,7 @@ def text_of(case: Case) -> str:
 
 def prompt(name: str, length: int = 9000, **options: Any) -> tuple[Case, str]:
     """One prompt of a RULER task, a character a token."""
-    [case] = cases(ruler.made(name, 1, **options), CHARACTERS, length)
+    [case] = cases(ruler.build_task(name, 1, **options), CHARACTERS, length)
     return case, text_of(case)
 
 
@@ -67,8 +67,10 @@ def test_a_prompt_is_the_tokens_of_its_text(made: Any) -> None:
     ]
     assert alone != tokenizer("a.\nb")["input_ids"]
     plain = {"text": f"{NOISE} Now and then.", "source": "noise"}
-    tasks = [ruler.made(name, 1, haystack=plain) for name in ("niah_single_1", "niah_multivalue")]
-    tasks += [ruler.made(name, 1) for name in ("vt", "cwe", "fwe", "qa_1")]
+    tasks = [
+        ruler.build_task(name, 1, haystack=plain) for name in ("niah_single_1", "niah_multivalue")
+    ]
+    tasks += [ruler.build_task(name, 1) for name in ("vt", "cwe", "fwe", "qa_1")]
     tasks += [Passkey(1, 1, prompt="published"), Passkey(1, 1, prompt="inline")]
     tasks += Needle(trials=1, depths=1, haystack=("noise",)).parts(None)
     for task in tasks:
@@ -203,7 +205,7 @@ def test_needles_stand_at_rulers_forty_depths() -> None:
     depths = {round(100 * place / 39) for place in range(40)}
     words = " ".join(f"Word{i} ends." for i in range(4000))
     own = {"text": words, "source": "words"}
-    for case in cases(ruler.made("niah_multivalue", 3, haystack=own), CHARACTERS, 40000):
+    for case in cases(ruler.build_task("niah_multivalue", 3, haystack=own), CHARACTERS, 40000):
         pieces = re.split(r"(?<=[.!?]) ", text_of(case).split("\n")[1])
         total, before, places = sum(p.startswith("Word") for p in pieces), 0, []
         for piece in pieces:
@@ -258,7 +260,7 @@ def test_vt_is_rulers_with_a_solved_example() -> None:
 
 def test_the_example_of_vt_has_up_to_500_tokens() -> None:
     tokenizer = merging()
-    [case] = cases(ruler.made("vt", 1), Frame.from_tokenizer(tokenizer), 4096)
+    [case] = cases(ruler.build_task("vt", 1), Frame.from_tokenizer(tokenizer), 4096)
     text = tokenizer.decode(list(case.ids), skip_special_tokens=True)
     example = text[: text.index("they are: ") + len("they are: ")]
     size = len(tokenizer(example, add_special_tokens=False)["input_ids"])
@@ -309,7 +311,7 @@ def variant_of_cwe(case: Case) -> tuple[int, int]:
 
 
 def test_all_cwe_prompts_of_a_length_are_of_one_variant() -> None:
-    task = ruler.made("cwe", 4)
+    task = ruler.build_task("cwe", 4)
     kinds = set()
     for length in range(6500, 7701, 150):
         variants = {variant_of_cwe(case) for case in cases(task, CHARACTERS, length)}
@@ -324,7 +326,7 @@ CHAT = Frame(Characters(), (), ("<user>", "<model>\n"))
 @pytest.mark.parametrize("name", ruler.TASKS)
 def test_chat_prompts_of_ruler_have_its_answer_prefix_as_it_is(name: str) -> None:
     """``template.format(...) + answer_prefix``, which begins with a space."""
-    [case] = cases(ruler.made(name, 1), CHAT, 9000)
+    [case] = cases(ruler.build_task(name, 1), CHAT, 9000)
     text = text_of(case)
     assert text.startswith("<user>")
     assert re.fullmatch(r"<model>\n [ATS].*", text[text.rindex("<model>") :])
@@ -361,8 +363,8 @@ TOKENS = {"niah": 128, "vt": 30, "cwe": 120, "fwe": 50, "qa": 32}  # constants.p
 
 def test_tokens_to_write_are_rulers() -> None:
     for name in ruler.TASKS:
-        assert ruler.made(name, 1).tokens == TOKENS[name.split("_")[0]]
-        assert ruler.made(name, 1, new_tokens=7).tokens == 7
+        assert ruler.build_task(name, 1).tokens == TOKENS[name.split("_")[0]]
+        assert ruler.build_task(name, 1, new_tokens=7).tokens == 7
 
 
 SQUAD = {
@@ -428,7 +430,7 @@ def test_qa_1_is_rulers_on_a_file_of_squad(tmp_path: Path) -> None:
     for written, value in ((" OLD, I think", 1), ("very old", 1), ("new", 0)):
         assert share_found(case, written) == value  # string_match_part
     with pytest.raises(OptionError, match="has 1 questions; give fewer --trials"):
-        cases(ruler.made("qa_1", 2, squad=str(path)), CHARACTERS, 4000)
+        cases(ruler.build_task("qa_1", 2, squad=str(path)), CHARACTERS, 4000)
 
 
 def test_qa_2_is_rulers_on_a_file_of_hotpotqa(tmp_path: Path) -> None:
@@ -438,7 +440,7 @@ def test_qa_2_is_rulers_on_a_file_of_hotpotqa(tmp_path: Path) -> None:
     found = documents(text, "Where did Ä. settle?")
     assert {f"T{n}\nLine {n}. More." for n in range(3)} < set(found) and case.answers == ("Cville",)
     assert len(set(found)) == len(found) > 5
-    task = ruler.made("qa_2", 1, hotpotqa=str(path))
+    task = ruler.build_task("qa_2", 1, hotpotqa=str(path))
     one, other = (text_of(cases(task, CHARACTERS, 900, seed=seed)[0]) for seed in (1, 2))
     assert one != other
 
@@ -452,12 +454,14 @@ def test_made_up_facts_answer_their_questions_and_no_other_does(source: Any) -> 
         assert any(one.answers[0] in texts[index] for index in one.needed)
         names = re.findall(r"[A-Z][a-z]{4,}(?: [A-Z][a-z]+)?", one.question[1:])
         assert any(name in texts[index] for name in names for index in one.needed)
-    _, notes = (ruler.made(n, 1).questions(CHARACTERS, [9000], 0).notes for n in ("vt", "qa_1"))
+    _, notes = (
+        ruler.build_task(n, 1).questions(CHARACTERS, [9000], 0).notes for n in ("vt", "qa_1")
+    )
     assert "qa_1 asks about made-up facts, not about SQuAD" in notes[0]
 
 
 def test_an_effective_length_is_over_all_13_tasks() -> None:
-    every = [ruler.made(name, 1) for name in ruler.TASKS]
+    every = [ruler.build_task(name, 1) for name in ruler.TASKS]
     assert len(every) == 13 == every[0].suite_size
     for tasks, name in ((every, "effective length"), (every[:-1], "85.6% up to")):
         assert Report(SimpleNamespace(tasks=tasks), []).threshold("RULER") == name

@@ -133,9 +133,9 @@ def test_models_decode_by_it(name: str, traced: bool, ids, interpreted, request,
         request.getfixturevalue("in_tensors")
     own = plain.attend
 
-    def attend(query, *given):
+    def attend(query, *given, **more):
         assert query.shape[2] > 16, "few queries have a kernel"
-        return own(query, *given)
+        return own(query, *given, **more)
 
     monkeypatch.setattr(plain, "attend", attend)
     model = rope_ext.patch(tiny_llama(num_hidden_layers=1), name, factor=4)

@@ -169,8 +169,8 @@ class Advice(Results):
             if settings.compose != "raise":
                 return self._calibrating(model, method)
             engine = next(iter(choice.engines), "transformers")  # calibrate cannot raise
-            patch = {"method": method, "factor": settings.factor, "compose": "raise"}
-            return command_words("export", model, **patch, engine=engine)
+            patch_options = {"method": method, "factor": settings.factor, "compose": "raise"}
+            return command_words("export", model, **patch_options, engine=engine)
         tasks = self.plan.tasks
         longest = max(settings.lengths)
         enough = all(max(getattr(t, n, 0) for t in tasks) >= least for n, least in _MORE.items())
@@ -187,8 +187,8 @@ class Advice(Results):
         model = ours[0].model
         best = next((s for s in ours if choice is not None and s.label == choice.name), None)
         if best is not None and best.method != UNPATCHED:
-            patch = {"method": best.method, "factor": settings.factor}
-            return command_words("describe", model, **patch, compose=settings.compose)
+            patch_options = {"method": best.method, "factor": settings.factor}
+            return command_words("describe", model, **patch_options, compose=settings.compose)
         given = {"tasks": "embedding", "method": ",".join(self._methods(model))}
         given |= {"factor": settings.factor, "lengths": ",".join(map(str, settings.lengths))}
         sizes = {"queries": 100, "candidates": 100}

@@ -151,9 +151,9 @@ class Calibration:
 
         def share(name: str) -> str:
             change = judged[name]
-            asked = self.prompts
-            more = f" -> {round(change.after * asked)}" if changed else ""
-            return f"{round(change.before * asked)}{more} of {asked}"
+            prompts = self.prompts
+            more = f" -> {round(change.after * prompts)}" if changed else ""
+            return f"{round(change.before * prompts)}{more} of {prompts}"
 
         yield f"perplexity of the last {self.scored} of {self.target_length} tokens {loss('far')}"
         if "found_beyond" in judged:

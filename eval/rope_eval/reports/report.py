@@ -207,14 +207,14 @@ class Report(Advice):
 
     def _csv(self) -> str:
         """Every estimate, and rates by depth, with the options of its system and task."""
-        asked = {task.name: task_options(task) for task in self.plan.tasks}
-        names = dict.fromkeys(name for values in asked.values() for name in values)
+        options_of_task = {task.name: task_options(task) for task in self.plan.tasks}
+        names = dict.fromkeys(name for values in options_of_task.values() for name in values)
         systems = {system.name: system for system in self.plan.systems}
         settings = self.plan.settings
         rows = []
         for place, value in self.estimates.items():
             system = systems[place[1]]
-            own = asked[place[0]]
+            own = options_of_task[place[0]]
             more = {"model": system.model, "method": system.method, "options": system.options}
             more |= {"trained_length": system.trained, "seed": settings.seed}
             more |= {"dtype": settings.dtype} | {name: own.get(name) for name in names}

@@ -153,12 +153,12 @@ def prepare(settings: Settings, tasks: Sequence[Task]) -> Plan:
     configs = {model: config for model, (config, _) in read.items()}
     trained = {model: length for model, (_, length) in read.items()}
     _require_causal(settings, parts, configs)
-    asked = tuple(sorted(set(settings.lengths)))
-    notes = list(beyond(methods, lengths=asked, trained=trained, force=settings.force))
+    requested = tuple(sorted(set(settings.lengths)))
+    notes = list(beyond(methods, lengths=requested, trained=trained, force=settings.force))
     if not settings.url:
         notes += saved_otherwise(configs)
     frames = {model: _frame(model, settings) for model in settings.models}
-    chosen = _chosen(frames, parts, asked, trained=trained.values(), seed=settings.seed)
+    chosen = _chosen(frames, parts, requested, trained=trained.values(), seed=settings.seed)
     notes += chosen.notes
     identities = _identities(settings, configs, trained)
     systems = list(_systems(settings, methods, configs, identities=identities))
@@ -211,20 +211,22 @@ class _Chosen(NamedTuple):
 def _chosen(
     frames: Mapping[str, Frame],
     tasks: Sequence[Task],
-    asked: tuple[int, ...],
+    requested: tuple[int, ...],
     trained: Iterable[int],
     seed: int,
 ) -> _Chosen:
-    """Choose texts and prompts of the lengths asked for, and of shorter trained lengths."""
-    lengths = tuple(sorted({*asked, *(length for length in trained if length < max(asked))}))
+    """Choose texts and prompts of the lengths ``requested``, and of shorter trained lengths."""
+    lengths = tuple(
+        sorted({*requested, *(length for length in trained if length < max(requested))})
+    )
     notes = []
     try:
         questions = _questions(frames, tasks, lengths, seed=seed)
     except RopeExtError as error:
-        if lengths == asked:
+        if lengths == requested:
             raise
         # The trained length was added by us: drop it if a prompt does not fit.
-        lengths = asked
+        lengths = requested
         questions = _questions(frames, tasks, lengths, seed=seed)
         notes.append(f"the cost within the trained length is not measured ({error})")
     for one in questions.values():

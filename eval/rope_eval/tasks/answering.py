@@ -64,7 +64,7 @@ def _squad(articles: Sequence[Row]) -> tuple[list[AnsweredQuestion], list[str]]:
     # Sorted, since the order of a set depends on the hash seed of the process.
     documents = sorted({part.text("context") for article in parts for part in article})
     number = {text: index for index, text in enumerate(documents)}
-    asked = []
+    questions = []
     for article in parts:
         places = [number[part.text("context")] for part in article]
         for part, own in zip(article, places, strict=True):
@@ -74,12 +74,12 @@ def _squad(articles: Sequence[Row]) -> tuple[list[AnsweredQuestion], list[str]]:
                     answers = tuple(one.text("text") for one in qa.rows("answers"))
                     if not answers:  # an empty answer cannot score
                         raise qa.wrong("answers", "at least one")
-                    asked.append(
+                    questions.append(
                         AnsweredQuestion(
                             question=qa.text("question"), answers=answers, needed=(own,), near=near
                         )
                     )
-    return asked, documents
+    return questions, documents
 
 
 def _hotpotqa(rows: Sequence[Row]) -> tuple[list[AnsweredQuestion], list[str]]:
@@ -93,13 +93,13 @@ def _hotpotqa(rows: Sequence[Row]) -> tuple[list[AnsweredQuestion], list[str]]:
     # Sorted, as those of SQuAD.
     documents = sorted({text for context in texts for text in context})
     number = {text: index for index, text in enumerate(documents)}
-    asked = [
+    questions = [
         AnsweredQuestion(
             row.text("question"), (row.text("answer"),), tuple(map(number.__getitem__, context))
         )
         for row, context in zip(rows, texts, strict=True)
     ]
-    return asked, documents
+    return questions, documents
 
 
 # Facts that no model has seen in training: names are random, and each is in the documents about
@@ -165,8 +165,8 @@ def like_squad(articles: int = 1500) -> list[dict[str, Any]]:
     data = []
     for index, town in enumerate(_towns(articles)):
         question, answer = QUESTIONS[index % len(QUESTIONS)]
-        asked = {"question": question.format(**town), "answers": [{"text": town[answer]}]}
-        paragraph = {"context": PARAGRAPH.format(**town), "qas": [asked]}
+        qa = {"question": question.format(**town), "answers": [{"text": town[answer]}]}
+        paragraph = {"context": PARAGRAPH.format(**town), "qas": [qa]}
         data.append({"title": town["town"], "paragraphs": [paragraph]})
     return data
 
@@ -186,8 +186,8 @@ def like_hotpotqa(questions: int = 640) -> list[dict[str, Any]]:
         others = rng.sample([other for at, other in enumerate(towns) if at != index], 8)
         context = [*documents(town), *(rng.choice(documents(other)) for other in others)]
         rng.shuffle(context)
-        asked = {"question": question.format(**town), "answer": town[answer]}
-        data.append({**asked, "context": context})
+        qa = {"question": question.format(**town), "answer": town[answer]}
+        data.append({**qa, "context": context})
     return data
 
 
@@ -243,15 +243,15 @@ class Answering(Prompts):
 
     def prompt(self, frame: Frame, length: int, draw: Draw) -> Case:
         """Build a prompt with the needed documents among as many others as fit, in random order."""
-        asked = self._data[0][draw.index]
+        question = self._data[0][draw.index]
         documents = self._data[1]
         rng = random.Random(f"{self.name}:{draw.number}")
         seed = rng.getrandbits(64)
-        near = rng.sample(asked.near, len(asked.near))
-        known = {*asked.needed, *asked.near}
+        near = rng.sample(question.near, len(question.near))
+        known = {*question.needed, *question.near}
         far = [index for index in range(len(documents)) if index not in known]
         rng.shuffle(far)
-        order = list(dict.fromkeys((*asked.needed, *near, *far)))
+        order = list(dict.fromkeys((*question.needed, *near, *far)))
 
         def build(count: int) -> array:
             # More than there are: all of them again, as in RULER.
@@ -259,8 +259,8 @@ class Answering(Prompts):
             # A new generator, so that each size has one order however often it is tried.
             random.Random(seed).shuffle(chosen)
             listed = (f"Document {i}:\n{documents[n]}" for i, n in enumerate(chosen, 1))
-            content = INTRO + "\n\n".join(listed) + ASK + asked.question
+            content = INTRO + "\n\n".join(listed) + ASK + question.question
             return frame.whole(content, LEAD, keep_space=True)[0]
 
-        _, ids = self.fill(build, length, len(asked.needed))
-        return self.case(length, draw, ids, answers=asked.answers, judge=AnyOf(asked.answers))
+        _, ids = self.fill(build, length, len(question.needed))
+        return self.case(length, draw, ids, answers=question.answers, judge=AnyOf(question.answers))

@@ -186,13 +186,13 @@ class Retrieval(Task):
 
     def _cases(self, frame: Frame, recipe: Recipe, length: int, rng: random.Random) -> list[Case]:
         """Build the candidates of one length, and a case for every question about them."""
-        asked = pass_keys(rng) if self.name == "embedding_passkey" else facts(rng)
+        known_facts = pass_keys(rng) if self.name == "embedding_passkey" else facts(rng)
         hays = self._hays(frame, length)
         count = min(self.candidates, len(hays))
-        if count * self.facts > len(asked):
+        if count * self.facts > len(known_facts):
             raise OptionError(
                 f"{count} documents with {self.facts} facts each need {count * self.facts} facts, "
-                f"and {self.name} has {len(asked)}; give fewer --candidates or --facts"
+                f"and {self.name} has {len(known_facts)}; give fewer --candidates or --facts"
             )
         places = [
             (document, slot, (slot + (number + rng.random()) / BINS) / self.facts)
@@ -203,7 +203,11 @@ class Retrieval(Task):
         ]
         documents = []
         for document in range(count):
-            own = [(at, asked[n].sentence) for n, (d, _, at) in enumerate(places) if d == document]
+            own = [
+                (at, known_facts[n].sentence)
+                for n, (d, _, at) in enumerate(places)
+                if d == document
+            ]
             documents.append(self._document(frame, recipe, length, hay=hays[document], own=own))
         candidates = Candidates(tuple(documents), closing(frame.tokenizer))
         chosen = spread([int(depth * BINS) for _, _, depth in places], self.queries, rng)
@@ -217,8 +221,8 @@ class Retrieval(Task):
                 seed=number,
                 mode="rank",
                 count=1,
-                ids=tokens(frame.tokenizer, recipe.query + asked[number].question),
-                answers=(asked[number].sentence,),
+                ids=tokens(frame.tokenizer, recipe.query + known_facts[number].question),
+                answers=(known_facts[number].sentence,),
                 depth=places[number][2],
                 bin=bins[number] if binned else None,
                 group=places[number][0],

@@ -146,12 +146,14 @@ class Needles(Prompts):
         keys = distinct(self.key_kind, self.keys, rng)
         values = distinct(self.value_kind, self.keys * self.values, rng)
         owner = {value: keys[index // self.values] for index, value in enumerate(values)}
-        asked = keys[: self.queries]
+        queried = keys[: self.queries]
         needles = [self._needle(key, value) for value, key in owner.items()]
         several = self.queries * self.values > 1
         words = {
             "values": self.value_kind if several else self.value_kind[:-1],
-            "query": ", ".join(asked[:-1]) + ", and " + asked[-1] if len(asked) > 1 else asked[0],
+            "query": ", ".join(queried[:-1]) + ", and " + queried[-1]
+            if len(queried) > 1
+            else queried[0],
             "some": "Some" if several else "A",
             "are": "are" if several else "is",
             "all": "are all" if several else "is",
@@ -169,7 +171,9 @@ class Needles(Prompts):
         # RULER puts needles before distinct lines, so there must be enough lines.
         least = len(needles) if self.ruler and self.haystack != "text" else 0
         _, ids = self.fill(build, length, least)
-        return self.case(length, draw, ids, answers=[one for one in values if owner[one] in asked])
+        return self.case(
+            length, draw, ids, answers=[one for one in values if owner[one] in queried]
+        )
 
     def _places(
         self, count: int, depth: float | None, rng: random.Random

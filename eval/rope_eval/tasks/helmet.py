@@ -191,7 +191,7 @@ Files = Mapping[int | None, Sequence[Row]]
 """Rows by length; None: rows for all other lengths."""
 
 
-class Asked(NamedTuple):
+class Question(NamedTuple):
     """A question: values for a template, and the right answers.
 
     ``judge`` scores a text instead of a search for the answers.
@@ -224,8 +224,8 @@ class DataSet(Task):
         for length in lengths:
             rows = self.chosen(length, seed)
             for number, row in enumerate(rows):
-                asked = self.ask(frame, row, rows, length=length, seed=seed)
-                ids, is_cut = self.prompt(frame, asked, length)
+                question = self.ask(frame, row, rows, length=length, seed=seed)
+                ids, is_cut = self.prompt(frame, question, length)
                 cases.append(
                     Case(
                         task=self.name,
@@ -234,8 +234,8 @@ class DataSet(Task):
                         mode="write",
                         count=self.tokens,
                         ids=ids,
-                        answers=asked.answers,
-                        judge=asked.judge,
+                        answers=question.answers,
+                        judge=question.judge,
                     )
                 )
                 cut[length] += is_cut
@@ -280,7 +280,7 @@ class DataSet(Task):
             return _balanced(rows, self.shape.field, count=samples, rng=random.Random(seed))
         return rows[:samples]
 
-    def ask(self, frame: Frame, row: Row, rows: Sequence[Row], length: int, seed: int) -> Asked:
+    def ask(self, frame: Frame, row: Row, rows: Sequence[Row], length: int, seed: int) -> Question:
         """Return the question of a row at a length in tokens; ``rows`` has all questions."""
         kind = self.shape.format
         demos = self.demos.get(length) or self.demos.get(None) or ()
@@ -299,10 +299,10 @@ class DataSet(Task):
         _, lead = TEMPLATES[self.shape.format]
         return "" if frame.around is not None else lead
 
-    def prompt(self, frame: Frame, asked: Asked, length: int) -> tuple[array, bool]:
+    def prompt(self, frame: Frame, question: Question, length: int) -> tuple[array, bool]:
         """Return tokens that fit into ``length`` with the answer, and whether they are cut."""
         template, _ = TEMPLATES[self.shape.format]
-        words = asked.words
+        words = question.words
         before, _, after = template.partition("{context}")
         before = before.format(**words)
         after = after.format(**words)
@@ -345,7 +345,7 @@ class DataSet(Task):
             )
         return list(found.values())
 
-    def _icl(self, row: Row, demos: Sequence[Row], shots: int, seed: int, begun: str) -> Asked:
+    def _icl(self, row: Row, demos: Sequence[Row], shots: int, seed: int, begun: str) -> Question:
         field = self.shape.field
         text = row.text("text")
         labels = self.shape.labels
@@ -363,9 +363,9 @@ class DataSet(Task):
         context = "\n\n".join(f"{one.text('text')}\nlabel: {number(one)}" for one in shown)
         answer = number(row)
         words = {"context": context, "question": text}
-        return Asked(words, answers=(answer,), judge=Label(answer, begun))
+        return Question(words, answers=(answer,), judge=Label(answer, begun))
 
-    def _ruler(self, row: Row) -> Asked:
+    def _ruler(self, row: Row) -> Question:
         several = self.name.endswith("mv")
         words = {
             "kind": row.text("type_needle_v"),
@@ -375,9 +375,9 @@ class DataSet(Task):
             "are": "are" if several else "is",
             "are_all": "are all" if several else "is",
         }
-        return Asked(words, answers=tuple(row.texts("answer" if "answer" in row else "outputs")))
+        return Question(words, answers=tuple(row.texts("answer" if "answer" in row else "outputs")))
 
-    def _kv(self, row: Row, begun: str) -> Asked:
+    def _kv(self, row: Row, begun: str) -> Question:
         pairs = row.value("demos")[: self.shots] if self.shots else []
         if not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
             raise row.wrong("demos", "pairs of a key and a value")
@@ -385,9 +385,9 @@ class DataSet(Task):
         words = {name: row.text(name) for name in ("context", "question")} | {"demos": demos}
         answers = tuple(row.texts("answer"))
         # The line is located by these words even if the prompt uses others.
-        return Asked(words, answers, judge=Substring(answers, "corresponding value:", begun))
+        return Question(words, answers, judge=Substring(answers, "corresponding value:", begun))
 
-    def _qa(self, row: Row, shown: Sequence[Row], begun: str) -> Asked:
+    def _qa(self, row: Row, shown: Sequence[Row], begun: str) -> Question:
         demos = "".join(
             f"{_documents(one)}\n\nQuestion: {one.text('question')}\nAnswer: {answer}\n\n"
             for one in shown
@@ -395,16 +395,16 @@ class DataSet(Task):
         )
         words = {"question": row.text("question"), "context": _documents(row), "demos": demos}
         answers = tuple(row.texts("answers"))
-        return Asked(words, answers, judge=Substring(answers, "Answer:", begun))
+        return Question(words, answers, judge=Substring(answers, "Answer:", begun))
 
-    def _rank(self, row: Row, shown: Sequence[Row], begun: str) -> Asked:
+    def _rank(self, row: Row, shown: Sequence[Row], begun: str) -> Question:
         demos = "".join(
             f"{_documents(one, row)}\n\nQuery: {one.text('query')}\nRanking: {_order(one)}\n\n"
             for one in shown
         )
         words = {"question": row.text("query"), "context": _documents(row, row), "demos": demos}
         grades = tuple((str(one.value("id")), _grade(one)) for one in row.rows("ctxs"))
-        return Asked(words, answers=(_order(row),), judge=Ndcg(grades, begun))
+        return Question(words, answers=(_order(row),), judge=Ndcg(grades, begun))
 
 
 def _ends(tokenizer: Any, text: str) -> list[int]:

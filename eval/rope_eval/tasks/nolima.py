@@ -240,8 +240,8 @@ class NoLiMa(Task):
                 breaks = [at for at, letter in enumerate(text) if letter == "\n"]
                 at = min(breaks, key=lambda place: abs(place - wanted))
                 text = f"{text[:at]} {test.distractor}\n{text[at:]}"
-            asked = test.template.replace("{question}", question).replace("{haystack}", text)
-            return frame.whole(asked)[0]
+            content = test.template.replace("{question}", question).replace("{haystack}", text)
+            return frame.whole(content)[0]
 
         most = max(0, length - tokens - len(build(0)))
         return base.fill(self.name, build, length, tokens=tokens, most=most)[1], answers

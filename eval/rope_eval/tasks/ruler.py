@@ -272,7 +272,7 @@ QA = {"qa_1": SQUAD, "qa_2": HOTPOTQA}
 TASKS = (*NIAH, *COUNTED, *QA)
 
 
-def made(
+def build_task(
     name: str,
     trials: int,
     new_tokens: int | None = None,
@@ -318,5 +318,6 @@ class Ruler(Task):
         files = {"squad": self.squad, "hotpotqa": self.hotpotqa}
         haystack = read_haystack(self.haystack)
         return [
-            made(name, self.trials, self.new_tokens, haystack=haystack, **files) for name in names
+            build_task(name, self.trials, self.new_tokens, haystack=haystack, **files)
+            for name in names
         ]

@@ -132,16 +132,16 @@ class Conversation(Prompts):
             raise OptionError(
                 f"{self.needles} requests need as many different answers; give a longer --haystack"
             )
-        asked = rng.randrange(self.needles)
+        chosen = rng.randrange(self.needles)
         prefix = "".join(rng.choices(string.ascii_letters + string.digits, k=10))
         turns = [_turn(form, topic, answer) for answer in answers]
         text, shares = told(rng, facts=turns, pieces=self._others(rng, form, topic), joint="\n\n")
-        words = {"prefix": prefix, "nth": ordinal(asked + 1), "form": form, "topic": topic}
+        words = {"prefix": prefix, "nth": ordinal(chosen + 1), "form": form, "topic": topic}
         end = REPEAT.format(**words)
         chat = frame.around is not None
         lead = "" if chat else "\nAssistant:"
-        answer = prefix + answers[asked]
-        draw = draw._replace(depth=shares[asked])
+        answer = prefix + answers[chosen]
+        draw = draw._replace(depth=shares[chosen])
         own = 8 + len(encode(frame.tokenizer, answer))
         task = replace(self, tokens=own) if self.roomy else self
         _, ids = task.fill(lambda size: frame.whole(f"{text(size)}\n\n{end}", lead)[0], length)

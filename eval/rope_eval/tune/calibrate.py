@@ -137,10 +137,10 @@ def _starts(
     given: CalibrationOptions,
 ) -> list[Method]:
     """Return the published defaults, each tried on the model so that errors appear early."""
-    asked = [methods] if isinstance(methods, (str, Method)) else list(methods)
+    listed = [methods] if isinstance(methods, (str, Method)) else list(methods)
     factor = factor_to(given.target_length, rope.length)
     starts: list[Method] = []
-    for one in asked:
+    for one in listed:
         start = build_method(one, factor=factor) if isinstance(one, str) else one
         if start.target_length(rope) < given.target_length:
             raise OptionError(

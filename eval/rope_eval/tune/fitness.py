@@ -131,10 +131,10 @@ def repeated_share(texts: Iterable[str]) -> float:
 def _parts(frame: Frame, hay: str, key: str) -> tuple[Sequence[int], ...]:
     """Return head, needle, question with answer, and the number of tokens of the answer."""
     intro = encode(frame.tokenizer, INTRO) if hay == "filler" else []
-    asked, count = frame.whole(ASK, LEAD, key)
-    count -= blanks(frame.tokenizer, asked, count)
+    question, count = frame.whole(ASK, LEAD, key)
+    count -= blanks(frame.tokenizer, question, count)
     needle = encode(frame.tokenizer, NEEDLE.format(key=key))
-    return [*frame.head, *intro], needle, asked[len(frame.head) :], asked[-count:]
+    return [*frame.head, *intro], needle, question[len(frame.head) :], question[-count:]
 
 
 def shortest(tokenizer: Any, hay: str) -> int:
@@ -185,11 +185,11 @@ def prompts_of(
                 depth = (index + rng.random()) / number
                 key = "".join(rng.choice("0123456789") for _ in range(_DIGITS))
                 key = rng.choice(NOUNS) if needle == "word" else key
-                head, hidden, asked, answer = _parts(frame, hay, key)
-                room = length - len(head) - len(hidden) - len(asked)
+                head, hidden, question, answer = _parts(frame, hay, key)
+                room = length - len(head) - len(hidden) - len(question)
                 cut = round(depth * room)
                 text = filler if hay == "filler" else text
-                ids = chain(head, text[:cut], hidden, text[cut:room], asked)
+                ids = chain(head, text[:cut], hidden, text[cut:room], question)
                 prompts.append(Prompt(hay, tuple(ids), len(answer)))
     return tuple(prompts)
 
@@ -224,10 +224,10 @@ def losses_of_answers(
     for length in sorted({prompt.length for prompt in prompts}):
         numbers = [i for i, prompt in enumerate(prompts) if prompt.length == length]
         for batch in _batches(model, numbers, [prompts[numbers[0]].ids]):
-            asked = [prompts[i] for i in batch]
-            tail = max(prompt.count for prompt in asked)
-            losses, hits = score(model, [prompt.ids for prompt in asked], tail)
-            for row, (i, prompt) in enumerate(zip(batch, asked, strict=True)):
+            in_batch = [prompts[i] for i in batch]
+            tail = max(prompt.count for prompt in in_batch)
+            losses, hits = score(model, [prompt.ids for prompt in in_batch], tail)
+            for row, (i, prompt) in enumerate(zip(batch, in_batch, strict=True)):
                 loss = float(losses[row, -prompt.count :].double().mean())
                 found[i] = _finite(loss), bool(hits[row, -prompt.count :].all())
             advance(len(batch) * cost(length))

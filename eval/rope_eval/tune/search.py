@@ -454,10 +454,10 @@ def summary(output: Path) -> str:
         sample: [(t["method"], s) for t, s in both if t["method"] and t["sample"] == sample]
         for sample in (RANKING, VALIDATION)
     }
-    asked = f", and passkey {TEACHER_FORCED}" * any(scores.found for _, scores in tried[RANKING])
+    passkeys = f", and passkey {TEACHER_FORCED}" * any(scores.found for _, scores in tried[RANKING])
     lines = [
         f"perplexity of the last {settings['scored']} tokens of {settings['samples']} windows of "
-        f"{settings['target_length']}{asked}:"
+        f"{settings['target_length']}{passkeys}:"
     ]
     best: dict[str, fitness.Scores] = {}  # of yarn with other ramps and temperatures
     for method, scores in tried[RANKING]:

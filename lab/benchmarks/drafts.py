@@ -1,7 +1,8 @@
 """Measures how many drafts a patched model accepts: of a draft model, and of prompt lookup.
 
-The draft model is the target with weights rounded to a few bits, unpatched and with the patch of
-the target, inside and beyond the trained length. Generation is greedy, so drafts only change speed.
+The draft model is the target with weights rounded to a few bits, unpatched and patched like the
+target or with ``--draft-method``, inside and beyond the trained length. Generation is greedy, so
+drafts only change speed.
 """
 
 from __future__ import annotations
@@ -93,20 +94,27 @@ def texts(length: int, count: int) -> list[torch.Tensor]:
 
 
 def measure(
-    method: str, factor: float, lengths: Sequence[int], count: int, new: int, bits: int
+    method: str,
+    factor: float,
+    lengths: Sequence[int],
+    count: int,
+    new: int,
+    bits: int,
+    draft_method: str | None = None,
 ) -> Iterator[Accepted]:
     """Yield what a patched model accepts of each kind of draft, at each prompt length in tokens.
 
     ``count`` is the number of prompts, ``new`` that of tokens after each, and ``bits`` are those of
-    a weight of the draft model.
+    a weight of the draft model. ``draft_method``: None patches the draft model like the target.
     """
+    followed = draft_method or method
     plain = AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.float32).eval()
     target = rope_ext.patch(copy.deepcopy(plain), method, factor=factor)
     drafts: dict[str, dict[str, Any]] = {
         "none": {},
         "draft model, unpatched": {"assistant_model": rounded(plain, bits)},
-        "draft model, patched": {
-            "assistant_model": rope_ext.patch(rounded(plain, bits), method, factor=factor)
+        f"draft model, {followed}": {
+            "assistant_model": rope_ext.patch(rounded(plain, bits), followed, factor=factor)
         },
         "prompt lookup": {"prompt_lookup_num_tokens": DRAFTED},
     }
@@ -144,6 +152,7 @@ def main(given: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--methods", default="yarn,self_extend")
+    add("--draft-method", help="method of the patched draft model; default: that of the target")
     add("--factor", type=float, default=4)
     add("--lengths", default="256,1500", help="prompt lengths in tokens")
     add("--texts", type=int, default=6)
@@ -155,7 +164,13 @@ def main(given: Sequence[str] | None = None) -> None:
     print(f"{__version__}; {CHECKPOINT.name}, factor {args.factor:g}, {args.bits} bits, no seed")
     for method in args.methods.split(","):
         for found in measure(
-            method, args.factor, lengths, count=args.texts, new=args.new, bits=args.bits
+            method,
+            args.factor,
+            lengths,
+            count=args.texts,
+            new=args.new,
+            bits=args.bits,
+            draft_method=args.draft_method,
         ):
             print(json.dumps(asdict(found) | {"per_forward": round(found.per_forward, 2)}))
 

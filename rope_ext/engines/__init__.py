@@ -18,6 +18,7 @@ from rope_ext.errors import ExportError, NotPatchedError, nearest
 from rope_ext.patching import Patch, current_patch
 from rope_ext.quoting import command_line
 from rope_ext.rotary.sites import unwrap
+from rope_ext.saving import draft_configs
 from rope_ext.saving.folder import Saved, read_saved
 
 _ENGINES: dict[str, Callable[..., Export]] = {
@@ -115,6 +116,8 @@ def _runs(engine: str, state: Patch, saved: Saved | None = None, **options: Any)
 def _exported(engine: str, state: Patch, saved: Saved | None, **options: Any) -> Export:
     if engine not in _BOTH_WAYS and base.reads_both_ways(state):
         raise Refusal("it has not been tested with models that read in both directions")
+    if engine != "transformers" and draft_configs.around(state.model.config) is not None:
+        raise Refusal("it serves this draft beside its target, by the config.json of the folder")
     return _ENGINES[engine](state, saved, **options)
 
 

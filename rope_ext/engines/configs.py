@@ -19,6 +19,7 @@ from rope_ext.methods.temperature import SSMax, yarn_factor
 from rope_ext.patching import Patch
 from rope_ext.quoting import shell_join
 from rope_ext.rotary.sites import text_config
+from rope_ext.saving import draft_configs
 from rope_ext.saving.folder import Saved
 
 PLUGIN_METHODS = ("rerope", "leaky_rerope", "self_extend", "jet_long", "dual_chunk", "string")
@@ -317,7 +318,12 @@ def transformers(state: Patch, saved: Saved | None, legacy: bool = False) -> Exp
     config = state.model.config
     written = config.to_json_string()
     parameters = settings["rope_parameters"]
-    if legacy:
+    around = draft_configs.around(config)
+    if around is not None:
+        whole_json, entry = around
+        fields = {**settings, **_legacy(parameters)}
+        written = _with_fields(json.dumps(whole_json), fields, [entry])
+    elif legacy:
         if text_of(config) is not config or base.is_nested(parameters):
             raise Refusal("older readers know one rope_scaling, of the whole configuration")
         settings |= _legacy(parameters)

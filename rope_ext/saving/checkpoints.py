@@ -13,7 +13,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoTokenizer,
-    PreTrainedConfig,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.modeling_auto import (
@@ -30,8 +29,14 @@ from rope_ext.config.settings import all_settings, contradictions
 from rope_ext.config.settings import trained_length as trained_length_of
 from rope_ext.errors import MeasureError, OptionError, first_line, nearest
 from rope_ext.patching import unpatch
-from rope_ext.saving import gguf_source, hub
-from rope_ext.saving.load import copy_learned, from_folder, read_config, tensors_of_adapter
+from rope_ext.saving import draft_configs, gguf_source, hub
+from rope_ext.saving.load import (
+    checked_json,
+    copy_learned,
+    from_folder,
+    read_config,
+    tensors_of_adapter,
+)
 
 _WRITING = (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -57,8 +62,12 @@ def load_config(model: str) -> Any:
 def _read_config(model: str, gguf_file: str | None = None) -> Any:
     if gguf_file is not None:
         return gguf_source.load_config(model, gguf_file)
+    saved = checked_json(model)
+    entry = draft_configs.entry_of(saved)
+    if entry is not None:
+        return draft_configs.read_entry(saved, entry, model)
     config = read_config(model)
-    told = "; ".join(contradictions(config, PreTrainedConfig.get_config_dict(model)[0]))
+    told = "; ".join(contradictions(config, saved))
     if told:
         _logger.warning_once(f"rope_ext: {model}: {told}")
     return config

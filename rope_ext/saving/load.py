@@ -285,11 +285,7 @@ def read_config(place: str | PathLike[str], **options: Any) -> Any:
         LoadError: a size is larger than in any model.
         RecordError: what a patch wrote was partly changed by hand.
     """
-    file = os.path.join(place, "config.json")
-    if os.path.isfile(file):
-        _require_size(file)
-    saved = PreTrainedConfig.get_config_dict(place, **hub.of_hub(options))[0]
-    require_bounds(saved, f"the configuration of {place}")
+    saved = checked_json(place, **options)
     config = _converted(place, saved, options)
     told = "; ".join(edits(config, saved))
     if told:
@@ -298,6 +294,19 @@ def read_config(place: str | PathLike[str], **options: Any) -> Any:
             f"or load the original model and patch it with other options"
         )
     return config
+
+
+def checked_json(place: str | PathLike[str], **options: Any) -> dict[str, Any]:
+    """Return the JSON of a configuration; raises LoadError if a size is larger than in any model.
+
+    ``options`` are those of ``AutoConfig.from_pretrained``.
+    """
+    file = os.path.join(place, "config.json")
+    if os.path.isfile(file):
+        _require_size(file)
+    saved = PreTrainedConfig.get_config_dict(place, **hub.of_hub(options))[0]
+    require_bounds(saved, f"the configuration of {place}")
+    return saved
 
 
 def _converted(place: str | PathLike[str], saved: Mapping[str, Any], options: Any) -> Any:

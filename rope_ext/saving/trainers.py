@@ -1,6 +1,6 @@
 """Makes PEFT save the patch beside an adapter, and Trainer compare its models before training.
 
-The first patch after ``import peft`` or ``from transformers import Trainer`` wraps
+The first patch after ``import peft``, ``import trl`` or ``from transformers import Trainer`` wraps
 ``PeftModel.save_pretrained`` and ``Trainer.train``. For models without a patch they do what they
 did.
 """
@@ -9,10 +9,16 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
+import logging
 import sys
 from collections.abc import Callable
+from contextlib import suppress
+from http.client import HTTPException
+from importlib import import_module
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 from torch import nn
 
@@ -23,6 +29,9 @@ from rope_ext.saving.folder import read_saved
 from rope_ext.saving.load import Sidecar, save_sidecar, sidecar_of
 
 _WRAPPED = (("peft", "PeftModel", "save_pretrained"), ("transformers.trainer", "Trainer", "train"))
+_LAZY = "trl"
+_SECONDS = 10  # for an answer of a server, which TRL has reached before
+_logger = logging.getLogger("rope_ext")
 _DEFAULT = "default"  # PEFT's name of an adapter that is saved without a folder of its own
 
 
@@ -30,7 +39,11 @@ def wrap_trainers() -> None:
     """Wrap what is imported so far, once."""
     functions: dict[str, Callable[..., Any]] = {"save_pretrained": _save, "train": _train}
     for module, class_name, name in _WRAPPED:
-        # Not imported here, which takes seconds: who trains has imported it.
+        # Not imported here, which takes seconds: who trains has imported it, or TRL, which imports
+        # its trainers when one is first named, maybe after the patch.
+        if _LAZY in sys.modules:
+            with suppress(ImportError):
+                import_module(module)
         owner = getattr(sys.modules.get(module), class_name, None)
         original = getattr(owner, name, None)
         if original is None or getattr(original, "__module__", None) == __name__:
@@ -69,7 +82,7 @@ def _train(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any
         trained = sidecar_of(trainer.model)
         _check_reference(trained, getattr(trainer, "ref_model", None))
         if getattr(trainer.args, "use_vllm", False):
-            _check_rollouts(trained, unwrap(trainer.model).name_or_path)
+            _check_rollouts(trained, _rollout_folder(trainer))
     return original(trainer, *args, **kwargs)
 
 
@@ -83,8 +96,43 @@ def _check_reference(trained: Sidecar, reference: Any) -> None:
         )
 
 
+def _rollout_folder(trainer: Any) -> str:
+    """Return the folder from which vLLM generates: what a server names, or what TRL gives to vLLM.
+
+    A server with a folder that cannot be read here is trusted, with a warning.
+    """
+    folder = unwrap(trainer.model).name_or_path
+    owner = getattr(trainer, "vllm_generation", trainer)  # not in online DPO
+    client = getattr(owner, "vllm_client", None)  # None in all but the main process
+    if client is None:
+        return folder
+    served = _served_folder(client.base_url)
+    if served is not None:
+        with suppress(RopeExtError):
+            read_saved(served)
+            return served
+    _logger.warning(
+        "rope_ext: whether the vLLM server at %s has the patch of the model cannot be known: it "
+        "serves %r, which cannot be read here; start it with a copy of %r",
+        client.base_url,
+        served,
+        folder,
+    )
+    return folder
+
+
+def _served_folder(address: str) -> str | None:
+    """Return the folder that an OpenAI-compatible server loaded; None if it does not say so."""
+    try:
+        with urlopen(f"{address}/v1/models", timeout=_SECONDS) as answer:
+            root = json.load(answer)["data"][0]["root"]
+    except (OSError, HTTPException, ValueError, LookupError, TypeError):
+        return None
+    return root if isinstance(root, str) and root else None
+
+
 def _check_rollouts(trained: Sidecar, folder: str) -> None:
-    """Compare with the folder that TRL gives to vLLM, colocated or as the name of a server."""
+    """Compare with the folder from which vLLM generates."""
     try:
         fault = trained.fault(read_saved(folder).model)
     except RopeExtError as error:
@@ -92,8 +140,9 @@ def _check_rollouts(trained: Sidecar, folder: str) -> None:
     if fault is not None:
         raise AdapterError(
             f"the model is trained under {trained.record.call()}, and vLLM generates with "
-            f"{folder!r}, which {fault}; call model.save_pretrained(FOLDER) once, and train "
-            f"rope_ext.from_pretrained(FOLDER), so that both have one patch"
+            f"{folder!r}, which {fault}; call model.save_pretrained(FOLDER) once, train "
+            f"rope_ext.from_pretrained(FOLDER), and start a server with FOLDER, so that both have "
+            f"one patch"
         )
 
 

@@ -22,6 +22,7 @@ from rope_ext.cli import app
 from rope_ext.patching import current_patch
 from tests.families.zoo import tiny_model, tiny_of
 from tests.helpers.checkpoint import save_checkpoint
+from tests.helpers.draft_folders import FOLDERS, WITHIN, model_part, write_draft
 from tests.helpers.engines import TABLE, built
 from tests.helpers.models import tiny_llama
 
@@ -459,3 +460,50 @@ def test_a_saved_folder_does_not_speak_for_the_draft_beside_it(tmp_path: Path) -
     rope_ext.patch(model, "rerope", factor=4, replace=True).save_pretrained(tmp_path / "rerope")
     for engine, word in (("vllm", "without draft models"), ("sglang", "--speculative-algorithm")):
         assert word in str(rope_ext.export(tmp_path / "rerope", engine))
+
+
+def exported_draft(folder: Path, *options: str) -> Any:
+    asked = ["export", str(folder), "--method", "yarn", *options, "--engine", "transformers"]
+    found = CliRunner().invoke(app, [*asked, "--output", f"{folder}-long"])
+    assert found.exit_code == 0, found.output
+    return json.loads((Path(f"{folder}-long") / "config.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_a_draft_is_extended_in_its_own_format(tmp_path: Path, kind: str) -> None:
+    """A copy of its folder with this file needs nothing else: other entries stay as they were."""
+    written = exported_draft(write_draft(tmp_path / kind, kind), "--factor", "4")
+    part = model_part(kind, written)
+    wanted = {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 2048}
+    assert part["max_position_embeddings"] == 8192
+    before = model_part(kind, FOLDERS[kind])
+    wanted["rope_theta"] = before["rope_theta"]
+    for name, value in wanted.items():
+        assert part["rope_parameters"][name] == value
+        if name != "rope_theta":  # its older place is beside rope_scaling
+            assert part["rope_scaling"][name] == value
+    changed = {"max_position_embeddings", "rope_scaling", "torch_dtype", "transformers_version"}
+    for old, new in ((FOLDERS[kind], written), (before, part)):
+        kept = {k: v for k, v in old.items() if k not in {*changed, WITHIN.get(kind)}}
+        assert kept == {k: new[k] for k in kept}
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "speculators"])
+def test_a_draft_has_a_trained_length_of_its_own(tmp_path: Path, kind: str) -> None:
+    folder = write_draft(tmp_path / kind, kind)
+    written = exported_draft(folder, "--factor", "16", "--trained-length", "512")
+    part = model_part(kind, written)
+    assert part["rope_parameters"]["original_max_position_embeddings"] == 512
+    assert part["max_position_embeddings"] == 16 * 512
+    assert rope_ext.describe(f"{folder}-long").target_length == 16 * 512
+
+
+def test_a_draft_within_another_configuration_is_not_served_alone(tmp_path: Path) -> None:
+    folder = write_draft(tmp_path / "draft", "speculators")
+    for engine in ("vllm", "sglang", "llama.cpp", "mlx"):
+        asked = ["export", str(folder), "--method", "yarn", "--factor", "4", "--engine", engine]
+        found = CliRunner().invoke(app, asked)
+        assert found.exit_code == 2
+        assert "beside its target" in " ".join(found.output.split())
+    with pytest.raises(rope_ext.RopeExtError, match="model_type"):
+        rope_ext.from_pretrained(folder)

@@ -251,3 +251,31 @@ def test_paged_rollouts_that_cannot_be_right_are_refused(tmp_path: Path, monkeyp
 def test_references_that_a_trainer_loads_unpatched_are_refused(tmp_path: Path) -> None:
     with pytest.raises(rope_ext.AdapterError, match="reference model"):
         first_dpo_loss(patched(tmp_path, "yarn"), tmp_path)
+
+
+def rollout_trainer(name: str, model: Any, folder: Path) -> Any:
+    """A trainer of TRL that generates with vLLM, without vLLM: it is only compared."""
+    import trl
+    from trl.experimental import online_dpo
+
+    module = online_dpo if name == "OnlineDPO" else trl
+    options = {} if name == "OnlineDPO" else {"num_generations": 2, "max_completion_length": 6}
+    made = getattr(module, f"{name}Trainer")(
+        model=model,
+        reward_funcs=[lengths_of] if name == "OnlineDPO" else lengths_of,
+        peft_config=LoraConfig(task_type="CAUSAL_LM"),
+        args=getattr(module, f"{name}Config")(
+            str(folder / "run"), per_device_train_batch_size=2, **options, **QUIET
+        ),
+        train_dataset=Dataset.from_dict({"prompt": texts(*PROMPTS)}),
+        processing_class=words(),
+    )
+    made.args.use_vllm = True
+    return made
+
+
+@pytest.mark.parametrize("name", ["GRPO", "RLOO", "OnlineDPO"])
+def test_rollouts_with_vllm_of_an_unpatched_folder_are_refused(name: str, tmp_path: Path) -> None:
+    """TRL gives vLLM the folder that the model was loaded from, here before its patch."""
+    with pytest.raises(rope_ext.AdapterError, match="vLLM generates with"):
+        rollout_trainer(name, patched(tmp_path, "yarn"), tmp_path).train()

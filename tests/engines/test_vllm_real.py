@@ -29,6 +29,7 @@ from rope_ext.engines.configs import PLUGIN_METHODS, POOLING_FAMILIES
 from tests.engines.record import ran
 from tests.families.zoo import LENGTH, tiny_config, tiny_model, tiny_of
 from tests.helpers import pretrained
+from tests.helpers.draft_folders import FOLDERS, METHODS, model_part, write_draft
 from tests.helpers.engines import SERVED
 from tests.helpers.servers import running
 
@@ -437,3 +438,36 @@ def test_verify_asks_a_server(tmp_path: Path, method: str, other: str) -> None:
         assert found.exit_code == 0 and f"{address}: as patched" in found.stdout, found.output
         found = CliRunner().invoke(app, [*verify, *other.split(), "--url", address])
         assert found.exit_code == 1, found.output
+
+
+READ_DRAFT = """
+import json, sys
+from vllm.transformers_utils.config import get_config
+from vllm.transformers_utils.configs.eagle import EAGLEConfig
+from vllm.transformers_utils.configs.speculators import SpeculatorsConfig
+
+config = get_config(sys.argv[1], trust_remote_code=False)
+if not isinstance(config, (EAGLEConfig, SpeculatorsConfig)):  # as SpeculativeConfig does
+    config = EAGLEConfig(config, method=sys.argv[2], model_type="eagle")
+print(json.dumps([dict(config.rope_parameters), config.max_position_embeddings]))
+"""
+
+
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_it_reads_the_exported_configuration_of_a_draft(tmp_path: Path, kind: str) -> None:
+    """What a draft's layers are built from; no draft is run."""
+    folder = write_draft(tmp_path / kind, kind)
+    asked = ["export", str(folder), "--method", "yarn", "--factor", "4", "--engine", "transformers"]
+    made = CliRunner().invoke(app, [*asked, "--output", str(folder)])  # in place, as in a copy
+    assert made.exit_code == 0, made.output
+    run = subprocess.run(
+        [python(), "-c", READ_DRAFT, folder, METHODS[kind]],
+        stdout=subprocess.PIPE,
+        check=True,
+        text=True,
+    )
+    parameters, length = json.loads(run.stdout.splitlines()[-1])
+    written = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    wanted = model_part(kind, written)["rope_parameters"]
+    assert {name: parameters[name] for name in wanted} == wanted
+    assert length == 4 * 2048

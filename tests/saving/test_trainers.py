@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import copy
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -105,3 +111,56 @@ def test_rollouts_of_a_folder_with_another_patch_are_refused_before_the_first_st
         trainer_of(other, tmp_path / "run", use_vllm=True).train()
     unpatched = loaded(base)
     assert trainer_of(unpatched, tmp_path / "run", use_vllm=True).train().global_step == 1
+
+
+@contextmanager
+def serving(root: Any) -> Iterator[SimpleNamespace]:
+    """TRL's client of a vLLM server that says it loaded the folder ``root``."""
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            card = {"id": "model", "object": "model", "root": root, "max_model_len": 512}
+            self.wfile.write(json.dumps({"object": "list", "data": [card]}).encode())
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Answer)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield SimpleNamespace(base_url=f"http://127.0.0.1:{server.server_port}")
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.mark.parametrize("trainer", ["grpo", "online dpo"])
+def test_a_server_of_a_folder_with_another_patch_is_refused_before_the_first_step(
+    trainer: str, base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The server says which folder it loaded; the trainer's own may have the right patch."""
+
+    def train(client: Any, model: Any) -> int:
+        more = {"vllm_client": client}
+        if trainer == "grpo":
+            more = {"vllm_generation": SimpleNamespace(vllm_client=client)}
+        return trainer_of(model, tmp_path / "run", use_vllm=True, **more).train().global_step
+
+    rope_ext.patch(loaded(base), "rerope", factor=4).save_pretrained(tmp_path / "long")
+    model = rope_ext.from_pretrained(tmp_path / "long")
+    with serving(str(base)) as client, pytest.raises(rope_ext.AdapterError, match="base"):
+        train(client, model)
+    with serving(str(tmp_path / "long")) as client:
+        assert train(client, model) == 1
+        unsaved = rope_ext.patch(loaded(base), "rerope", factor=4)
+        assert train(client, unsaved) == 1  # only the server generates
+    assert "cannot be known" not in caplog.text
+    for root in ("/another/machine/long", None):
+        with serving(root) as client:
+            assert train(client, model) == 1
+        assert "cannot be known" in caplog.text
+        caplog.clear()

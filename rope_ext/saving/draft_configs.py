@@ -1,0 +1,44 @@
+"""Reads drafts of speculative decoding whose ``config.json`` holds their model in an entry."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+ENTRIES = ("transformer_layer_config", "model")
+"""Entries of the library speculators, and of vLLM's ``EAGLEConfig``."""
+
+
+def entry_of(saved: Mapping[str, Any]) -> str | None:
+    """Return the entry of ``config.json`` with the draft's model; None if there is none.
+
+    It is the only part that transformers knows; what it loads by itself is read as it is.
+    """
+    if saved.get("model_type") in CONFIG_MAPPING:
+        return None
+    parts = {name: saved.get(name) for name in ENTRIES}
+    for name, part in parts.items():
+        if isinstance(part, Mapping) and part.get("model_type") in CONFIG_MAPPING:
+            return name
+    return None
+
+
+def read_entry(saved: Mapping[str, Any], entry: str, place: str) -> PreTrainedConfig:
+    """Return the configuration of a draft's model."""
+    part = dict(saved[entry])
+    config = CONFIG_MAPPING[part["model_type"]].from_dict(part)
+    config.name_or_path = place
+    return config
+
+
+def around(config: PreTrainedConfig) -> tuple[dict[str, Any], str] | None:
+    """Return the JSON that ``config`` was read from, and its entry; None if it is all of it."""
+    place = config.name_or_path
+    if not place:
+        return None
+    try:
+        saved = PreTrainedConfig.get_config_dict(place)[0]
+    except OSError:  # it was built in Python, and no folder has its name
+        return None
+    entry = entry_of(saved)
+    return None if entry is None else (saved, entry)

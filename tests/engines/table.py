@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 
 from rope_ext.engines.base import ENGINES, Family
+from tests.engines.record import VERSIONS
 
 METHODS = {
     "default": "base",
@@ -17,21 +18,22 @@ METHODS = {
     "llama3": "llama3",
     "longrope": "tables",
 }
-PATH = re.compile(r"[\w/]+\.py")
+PATH = re.compile(r"[\w/-]+\.(py|cpp)")
 TITLES = {"vllm": "vLLM", "sglang": "SGLang", "llama.cpp": "llama.cpp, Ollama", "mlx": "mlx-lm"}
-HEAD = """\
+HEAD = f"""\
 # Families and engines
 
 The methods that each engine computes like transformers, by `model_type` of the language model:
 *base* (a larger base: `ntk`, `abf`), *pi*, *yarn*, *llama3*, and *tables* (all other frequency
 methods). For anything else, `rope_ext.export` raises an error with the
 [reason](#what-stands-against-the-others). A question mark means not checked, † not run: only the
-rotary classes of SGLang 0.5.23 were tested (`tests/engines/test_sglang.py`), and the source of vLLM
-0.33.0 was read.
+rotary classes of SGLang {VERSIONS["sglang"]} were tested (`tests/engines/test_sglang.py`), and the
+source of vLLM 0.33.0 was read.
 
-Tested beyond the trained length: vLLM 0.32.0 on a CPU (`tests/engines/test_vllm_real.py`),
-xllamacpp 2026.10.11549 and mlx-lm 0.32.2 (`tests/engines/test_families.py`). `python -m
-tests.engines.table > docs/engines/families.md` wrote this page.
+Tested beyond the trained length: vLLM {VERSIONS["vllm"]} on a CPU
+(`tests/engines/test_vllm_real.py`), xllamacpp {VERSIONS["llama.cpp"]} and mlx-lm {VERSIONS["mlx"]}
+(`tests/engines/test_families.py`). `python -m tests.engines.table > docs/engines/families.md` wrote
+this page.
 """
 
 
@@ -61,7 +63,7 @@ def page() -> Iterator[str]:
 def reasons() -> Iterator[str]:
     """What stands in an engine's source against the methods that are not in its column."""
     yield "\n## What stands against the others"
-    yield "\nPaths begin at `vllm/model_executor`, `sglang/srt` and `mlx_lm`."
+    yield "\nPaths begin at `vllm/model_executor`, `sglang/srt`, `mlx_lm` and llama.cpp's root."
     for engine, title in TITLES.items():
         yield f"\n### {title}\n"
         found: dict[str, list[str]] = {}

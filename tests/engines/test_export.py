@@ -428,7 +428,7 @@ REFUSED = {
     "vllm": {"gpt_oss": ["ntk", "pi"], "deepseek_v3": ["ntk", "pi"], "qwen3_5_text": ["pi"]},
     "sglang": {"gemma3_text": ["yarn"], "qwen3_next": ["yarn"], "qwen3_5_text": ["pi"]},
     "mlx": {"mixtral": ["yarn"], "gpt_oss": ["ntk"]},
-    "llama.cpp": {"gpt_oss": ["llama3"], "qwen3": ["resonance"]},
+    "llama.cpp": {"gpt_oss": ["llama3"], "qwen3": ["resonance"], "llama4_text": ["yarn"]},
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from rope_eval.engines.gguf_miniature import write_model
 from rope_eval.engines.verifying import Miniature, in_process, verify
 from rope_ext.engines import llama_cpp
 from rope_ext.engines.base import ENGINES, miniatures
+from tests.engines import record
 from tests.engines.record import ran, unproved
 from tests.engines.table import page
 from tests.families.zoo import LENGTH, tiny_config
@@ -130,6 +132,32 @@ def test_what_mlx_would_ignore_is_refused(family: str) -> None:
 def test_every_claim_was_run_in_its_engine() -> None:
     """A claim added to the table fails until ``tests.engines.record`` has a run of it."""
     assert unproved() == []
+
+
+def test_the_record_names_the_version_of_every_engine() -> None:
+    """Those that this repository installs; the page names them, too."""
+    root = Path(__file__).parents[2]
+    pins = "".join((root / name).read_text("utf-8") for name in ("Makefile", "constraints.txt"))
+    assert record.VERSIONS.keys() == record.RAN.keys() == record.PACKAGES.keys()
+    for engine, version in record.VERSIONS.items():
+        assert f"{record.PACKAGES[engine]}=={version}" in pins
+
+
+def test_a_run_in_another_version_forgets_those_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "ran.json"
+    file.write_text(record.FILE.read_text("utf-8"), encoding="utf-8")
+    monkeypatch.setattr(record, "FILE", file)
+    monkeypatch.setenv("ROPE_EXT_RECORD", "1")
+    packages = tmp_path / "xllamacpp-2027.1.dist-info"
+    packages.mkdir()
+    (packages / "METADATA").write_text("Metadata-Version: 2.1\nName: xllamacpp\nVersion: 2027.1\n")
+    ran("llama.cpp", "llama", "yarn", place=tmp_path)
+    found = json.loads(file.read_text("utf-8"))
+    assert found["versions"] == {**record.VERSIONS, "llama.cpp": "2027.1"}
+    assert [*found["llama.cpp"]] == ["llama"]
+    assert found["mlx"] == record.RAN["mlx"]
 
 
 def test_the_page_of_families_is_that_of_the_table() -> None:

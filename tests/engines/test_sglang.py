@@ -120,7 +120,7 @@ def test_its_classes_compute_all_that_is_claimed() -> None:
     cases.append(("deepseek_v3", ("yarn", {"attention_factor": 1.3})))
     compare([one for name, case in cases for one in asked(name, *case)])
     for name, kind in claimed:
-        ran("sglang", name, kind)
+        ran("sglang", name, kind, place=source())
 
 
 needs_triton = pytest.mark.skipif(

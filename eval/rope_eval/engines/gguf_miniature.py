@@ -97,6 +97,9 @@ def _write_feed_forward(writer: Any, config: Any) -> None:
         writer.add_expert_count(experts[0])
         if getattr(config, "moe_intermediate_size", None) is None:
             writer.add_expert_feed_forward_length(width)
+    kinds = getattr(config, "mlp_layer_types", None)
+    if kinds and getattr(config, "first_k_dense_replace", None) is None:  # it became this list
+        writer.add_leading_dense_block_count(kinds.index("sparse"))
 
 
 def _write_heads(writer: Any, config: Any, kinds: Sequence[str], dim: int) -> None:

@@ -310,7 +310,7 @@ class Installed(context.Tracker):
             raise self._not_continued()
         if cache is not None and filled:
             require_known(cache, self.map)
-        rows, tokens = context.input_of(given).shape[:2]
+        rows, tokens = context.shape_of(given)
         forward = PositionForward(
             patched_by=self.map, rows=rows, tokens=tokens, filled=filled, cache=cache, traced=False
         )
@@ -355,7 +355,7 @@ class Installed(context.Tracker):
                 f"{type(pages).__name__} is not a cache that {self.map.named} can continue; use "
                 f"generate, generate_batch, or a DynamicCache or StaticCache"
             )
-        rows, tokens = context.input_of(given).shape[:2]
+        rows, tokens = context.shape_of(given)
         row = paged.PagedForward(
             patched_by=self.map, rows=rows, tokens=tokens, filled=0, cache=None, traced=False
         )

@@ -43,7 +43,7 @@ def traced(position_map: PositionMap, given: dict[str, Any]) -> PositionForward 
     """Create the forward for these arguments in tensors; None if tensors cannot express it."""
     if _reads_values(position_map, given):
         return None
-    rows, count = context.input_of(given).shape[:2]
+    rows, count = context.shape_of(given)
     cache = context.cache_among(given)
     positions = given.get("position_ids")
     mask = context.mask_of_decoder(given.get("attention_mask"))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from rope_ext.errors import CacheError, UnsupportedModelError
+from rope_ext.errors import CacheError, OptionError, UnsupportedModelError
 from rope_ext.rotary.probe import package_of
 from rope_ext.rotary.sites import text_config
 from rope_ext.rotary.swapping import Changes, wrap
@@ -226,12 +226,21 @@ def cache_among(given: Mapping[str, Any]) -> Any:
 
 
 def input_of(given: Mapping[str, Any]) -> Any:
-    """Return the token ids or embeddings from a decoder's arguments, ``[rows, tokens, ...]``.
-
-    None if it was called without, which its own ``forward`` refuses.
-    """
+    """Return the token ids or embeddings of a decoder's call, ``[rows, tokens, ...]``, or None."""
     tokens = given.get("input_ids")
     return given.get("inputs_embeds") if tokens is None else tokens
+
+
+def shape_of(given: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the numbers of rows and tokens of a decoder's call.
+
+    Raises OptionError if it has no input, as the decoder itself would.
+    """
+    inputs = input_of(given)
+    if inputs is None:
+        raise OptionError("the model was called without tokens; give it input_ids or inputs_embeds")
+    rows, tokens = inputs.shape[:2]
+    return rows, tokens
 
 
 def mask_of_decoder(mask: Any) -> Any:

@@ -239,7 +239,7 @@ class Sequences(context.Tracker):
         """Return a forward whose lengths are tensors; None if some number has to be read for it."""
         if context.is_exporting():
             return None
-        rows, tokens = context.input_of(given).shape[:2]
+        rows, tokens = context.shape_of(given)
         cache = context.cache_among(given)
         stored = None
         filled = 0 if cache is None else cache.get_seq_length()
@@ -282,7 +282,7 @@ class Sequences(context.Tracker):
             )
         if context.is_paged(given):
             raise CacheError(self.unbatched)
-        rows, tokens = context.input_of(given).shape[:2]
+        rows, tokens = context.shape_of(given)
         cache = context.cache_among(given)
         filled = 0 if cache is None else int(cache.get_seq_length())
         forward = SequenceForward(

@@ -125,6 +125,13 @@ def test_prefix_tuning_is_refused_with_the_cure(ids) -> None:
             model(ids)
 
 
+@pytest.mark.parametrize("method", ["yarn", "dynamic_yarn", "self_extend"])
+def test_a_call_without_tokens_is_refused(method: str) -> None:
+    model = rope_ext.patch(tiny_llama(), method, factor=4)
+    with pytest.raises(ValueError, match="input_ids or inputs_embeds"):
+        model()
+
+
 def test_a_layer_run_by_itself_is_refused(ids) -> None:
     model = patch(tiny_llama())
     x = torch.zeros(1, 4, 64)

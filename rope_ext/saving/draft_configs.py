@@ -1,5 +1,6 @@
 """Reads drafts of speculative decoding whose ``config.json`` holds their model in an entry."""
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,11 +35,12 @@ def read_entry(saved: Mapping[str, Any], entry: str, place: str) -> PreTrainedCo
 def around(config: PreTrainedConfig) -> tuple[dict[str, Any], str] | None:
     """Return the JSON that ``config`` was read from, and its entry; None if it is all of it."""
     place = config.name_or_path
-    if not place:
+    if not place or os.path.isfile(place):  # a GGUF file, which would be read as JSON
         return None
     try:
-        saved = PreTrainedConfig.get_config_dict(place)[0]
-    except OSError:  # it was built in Python, and no folder has its name
+        # Whoever loaded it from the Hub has it: no connection is waited for.
+        saved = PreTrainedConfig.get_config_dict(place, local_files_only=True)[0]
+    except (OSError, ValueError):  # it was built in Python, and no folder has its name
         return None
     entry = entry_of(saved)
     return None if entry is None else (saved, entry)

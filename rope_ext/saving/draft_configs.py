@@ -15,13 +15,16 @@ def entry_of(saved: Mapping[str, Any]) -> str | None:
 
     It is the only part that transformers knows; what it loads by itself is read as it is.
     """
-    if saved.get("model_type") in CONFIG_MAPPING:
+    if _is_known(saved):
         return None
     parts = {name: saved.get(name) for name in ENTRIES}
-    for name, part in parts.items():
-        if isinstance(part, Mapping) and part.get("model_type") in CONFIG_MAPPING:
-            return name
-    return None
+    return next((name for name, part in parts.items() if _is_known(part)), None)
+
+
+def _is_known(part: Any) -> bool:
+    """Whether transformers has the ``model_type`` of a configuration, which may be any JSON."""
+    kind = part.get("model_type") if isinstance(part, Mapping) else None
+    return isinstance(kind, str) and kind in CONFIG_MAPPING
 
 
 def read_entry(saved: Mapping[str, Any], entry: str, place: str) -> PreTrainedConfig:

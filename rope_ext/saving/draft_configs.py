@@ -1,5 +1,6 @@
 """Reads drafts of speculative decoding whose ``config.json`` holds their model in an entry."""
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,13 +15,16 @@ def entry_of(saved: Mapping[str, Any]) -> str | None:
 
     It is the only part that transformers knows; what it loads by itself is read as it is.
     """
-    if saved.get("model_type") in CONFIG_MAPPING:
+    if _is_known(saved):
         return None
     parts = {name: saved.get(name) for name in ENTRIES}
-    for name, part in parts.items():
-        if isinstance(part, Mapping) and part.get("model_type") in CONFIG_MAPPING:
-            return name
-    return None
+    return next((name for name, part in parts.items() if _is_known(part)), None)
+
+
+def _is_known(part: Any) -> bool:
+    """Whether transformers has the ``model_type`` of a configuration, which may be any JSON."""
+    kind = part.get("model_type") if isinstance(part, Mapping) else None
+    return isinstance(kind, str) and kind in CONFIG_MAPPING
 
 
 def read_entry(saved: Mapping[str, Any], entry: str, place: str) -> PreTrainedConfig:
@@ -34,11 +38,12 @@ def read_entry(saved: Mapping[str, Any], entry: str, place: str) -> PreTrainedCo
 def around(config: PreTrainedConfig) -> tuple[dict[str, Any], str] | None:
     """Return the JSON that ``config`` was read from, and its entry; None if it is all of it."""
     place = config.name_or_path
-    if not place:
+    if not place or os.path.isfile(place):  # a GGUF file, which would be read as JSON
         return None
     try:
-        saved = PreTrainedConfig.get_config_dict(place)[0]
-    except OSError:  # it was built in Python, and no folder has its name
+        # Whoever loaded it from the Hub has it: no connection is waited for.
+        saved = PreTrainedConfig.get_config_dict(place, local_files_only=True)[0]
+    except (OSError, ValueError):  # it was built in Python, and no folder has its name
         return None
     entry = entry_of(saved)
     return None if entry is None else (saved, entry)

@@ -99,6 +99,13 @@ class _Case:
         """Whether the model reads texts to embed them, and writes none."""
         return is_embedder(unwrap(self.model).config)
 
+    @cached_property
+    def looks_ahead(self) -> bool:
+        """Whether a layer that rotates sees later keys, as a run without weights shows."""
+        decoder = text_decoder(self.model)
+        layers = survey(decoder, find_sites(decoder)) or []
+        return any(layer.rotates and layer.ahead for layer in layers)
+
     def compose(self, method: Method) -> Any:
         return "raise" if method == self.raised else self.scaled is not None
 
@@ -402,12 +409,10 @@ def _unproven(case: _Case, trial: _Trial) -> bool:
     on_meta = any(parameter.is_meta for parameter in case.model.parameters())
     if not (on_meta and refused and trial.method.replaces_attention):
         return False
-    decoder = text_decoder(case.model)
-    layers = survey(decoder, find_sites(decoder)) or []
-    if not any(layer.rotates and layer.ahead for layer in layers):
+    if not case.looks_ahead:
         return True
     generates = getattr(case.model, "can_generate", bool)()
-    if generates_from(text_config(decoder), generates):
+    if generates_from(text_config(text_decoder(case.model)), generates):
         return False
     return not getattr(trial.method, "causal_only", "")
 

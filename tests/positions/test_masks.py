@@ -122,7 +122,13 @@ def test_weights_behind_padding_on_the_right_are_those_of_each_row(ids) -> None:
     )
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    "compiled",
+    [
+        pytest.param(False, id="eager"),
+        pytest.param(True, id="compiled", marks=pytest.mark.slow),
+    ],
+)
 def test_packed_documents_whose_mask_is_made_around_the_decoder(compiled: bool, ids) -> None:
     """They begin anywhere, and are known before the first layer rotates."""
     positions = torch.cat((torch.arange(7, 57), torch.arange(40)))[None]

@@ -40,7 +40,8 @@ def supported(layer_call: LayerCall, allocator: Any) -> bool:
         return False
     if max(columns, layer_call.value.shape[-1]) > paged.MOST_COLUMNS:
         return False
-    return query.dtype == allocator.cache_dtype != torch.float64
+    dtypes = {x.dtype for x in (query, layer_call.key, layer_call.value)}  # autocast mixes them
+    return dtypes == {allocator.cache_dtype} and query.dtype != torch.float64
 
 
 def _halves(pairs: Pairs, columns: int) -> bool:

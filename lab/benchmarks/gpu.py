@@ -388,15 +388,9 @@ def _compared_on_pages(
 
     repeated = 20 if queries == 1 and not run.small else 1
     calls = {NATIVE: _by_flash(run, native), method: case.attend}
+    graphed = run.device == "cuda" and queries == 1  # else the launches are most of the time
     with torch.inference_mode():
-        if run.device == "cuda" and queries == 1:  # else the launches are most of the time
-            calls = {name: _captured(one) for name, one in calls.items()}
-        calls = {name: functools.partial(_often, one, repeated) for name, one in calls.items()}
-        found = ratios(calls, 5, run.device)
-    return {
-        "milliseconds": {name: 1e3 * one.seconds / repeated for name, one in found.items()},
-        "ratio": found[method].ratio,
-    }
+        return _timed(run, calls, method, repeated=repeated, graphed=graphed)
 
 
 def paths(run: Run) -> None:
@@ -663,12 +657,25 @@ def _compared(
             calls = {name: functools.partial(trained, one, given) for name, one in calls.items()}
         if part != "backward":
             stack.enter_context(torch.inference_mode())
-        if graphed:
-            calls = {name: _captured(one) for name, one in calls.items()}
-        if repeated > 1:
-            calls = {name: functools.partial(_often, one, repeated) for name, one in calls.items()}
-        run.peak()
-        found = ratios(calls, 3 if part == "backward" else 5, run.device)
+        rounds = 3 if part == "backward" else 5
+        return _timed(run, calls, variant, repeated=repeated, graphed=graphed, rounds=rounds)
+
+
+def _timed(
+    run: Run,
+    calls: dict[str, Callable[[], Any]],
+    variant: str,
+    repeated: int,
+    graphed: bool,
+    rounds: int = 5,
+) -> dict[str, Any]:
+    """Time the calls in turns; the ratio is that of ``variant`` to the first."""
+    if graphed:
+        calls = {name: _captured(one) for name, one in calls.items()}
+    if repeated > 1:
+        calls = {name: functools.partial(_often, one, repeated) for name, one in calls.items()}
+    run.peak()
+    found = ratios(calls, rounds, run.device)
     return {
         "milliseconds": {name: 1e3 * one.seconds / repeated for name, one in found.items()},
         "ratio": found[variant].ratio,

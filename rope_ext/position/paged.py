@@ -53,13 +53,20 @@ class PagedForward(PositionForward):
         self.located = True
         self.device = positions.device
         self.query = self.key = self._checked(positions)
-        self.requests: list[tuple[slice, PositionForward]] = []
         self.batches: dict[str, paged.Batch] = {}  # for the paged kernel, by kind of allocator
         first = self.query[0].tolist()
-        for start, end in pairwise(self.ends.tolist()):
-            if start == end:  # padding, after the last request
-                continue
-            filled = first[start]
+        self.filled_of = {  # tokens in the pages of each request, by its tokens in the row
+            (start, end): first[start]
+            for start, end in pairwise(self.ends.tolist())
+            if start < end  # else padding, after the last request
+        }
+        self._check_pages()
+
+    @functools.cached_property
+    def requests(self) -> list[tuple[slice, PositionForward]]:
+        """The forward of each request, which the paged kernel does without."""
+        found = []
+        for (start, end), filled in self.filled_of.items():
             request = PositionForward(
                 patched_by=self.map,
                 rows=1,
@@ -69,12 +76,12 @@ class PagedForward(PositionForward):
                 traced=False,
             )
             request.locate(self.query[:, start:end])
-            self.requests.append((slice(start, end), request))
-        self._check_pages()
+            found.append((slice(start, end), request))
+        return found
 
     def _check_pages(self) -> None:
         """Raise CacheError if pages hold keys that another patch has rotated."""
-        continued = any(request.filled for _, request in self.requests)
+        continued = any(self.filled_of.values())
         if continued and getattr(self.pages, NOTE, None) != self.map.key:
             raise CacheError(
                 f"the pages of this continuous batching were filled before the model was patched "

@@ -128,17 +128,20 @@ class Subject:
         ids[1], mask[1, : way.padding] = ids[1].roll(way.padding), 0
         ids[mask == 0] = 0
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
-        takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+        parameters = inspect.signature(model.forward).parameters
+        takes_positions = "position_ids" in parameters
+        # Families of transformers 5.24 know no other name, and ignore the older one.
+        name = "cache" if "cache" in parameters else "past_key_values"
         cache = StaticCache(config=model.config, max_cache_len=total + 12) if way.static else None
         for size in (*way.prefill, *[1] * _DECODED):
             part = slice(begin, begin := begin + size)
-            given: dict[str, Any] = {"past_key_values": cache, "use_cache": True}
+            given: dict[str, Any] = {name: cache, "use_cache": True}
             if takes_positions:  # as generate does; not every family counts its cache by itself
                 given["position_ids"] = positions[:, part]
             if way.padding:
                 given["attention_mask"] = mask[:, :begin]
             output = model(input_ids=ids[:, part], **given)
-            cache = output.past_key_values
+            cache = output[name]
             parts.append(output.logits)
         return torch.cat(parts, 1), total
 
@@ -302,7 +305,9 @@ def _keeps_sliding(subject: Subject) -> Iterator[Check]:
         with subject.patched("yarn", sliding_layers="keep"):
             kept, after = subject.logits(), _received(subject)
     except rope_ext.UnsupportedModelError as error:
-        subject.remarks.append("sliding_layers='keep' is refused: its attention takes no cosines")
+        windowed = "sees a limited window only" in str(error)
+        refused = "sliding_layers='keep' is refused: its attention takes no cosines"
+        subject.remarks.append(NOTHING_GAINED if windowed else refused)
         yield Check("sliding kept", None, last_line(error))
         return
     moved: dict[bool, list[float]] = {True: [], False: []}
@@ -620,9 +625,15 @@ def changed(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
     """Names under which two snapshots differ."""
 
     def same(one: Any, other: Any) -> bool:
-        if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        if type(one) is not type(other):
+            return False
+        if isinstance(one, torch.Tensor):
             return one.dtype == other.dtype and torch.equal(one, other)
-        return type(one) is type(other) and bool(one == other)
+        if isinstance(one, (list, tuple)):
+            return len(one) == len(other) and all(map(same, one, other))
+        if isinstance(one, dict):
+            return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+        return one is other or bool(one == other)  # weak references compare what they refer to
 
     gone = object()
     names = before.keys() | after.keys()

@@ -13,11 +13,14 @@ import argparse
 import functools
 import inspect
 import logging
+import multiprocessing
+import os
 import re
 import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -205,7 +208,12 @@ def _checked(
     remarks: Iterable[str] = (),
 ) -> FamilyResult:
     """All checks, on a model that nothing has patched yet."""
-    subject = kind.subject(kind.build(**(overrides or {})), options or {}, remarks)
+    model = kind.build(**(overrides or {}))
+    try:
+        subject = kind.subject(model, options or {}, remarks)
+    except Exception as error:  # nothing has patched it
+        reason = f"does not run unpatched: {last_line(error)}"
+        return replace(found, verdict=NOT_BUILDABLE, reason=reason, error="", rotary=False)
     layout = _layout(subject.sites())
     checks = tuple(check for make in kind.checks for check in _made(make, subject))
     with subject.patched("yarn"):
@@ -440,12 +448,13 @@ def main() -> None:
     if given.families and given.write:
         parser.error("a page is about all families; name none with --write")
     results = []
-    for name in given.families or names():
-        results.append(check(name))
-        print(" | ".join(filter(None, _row(results[-1]))), flush=True)
-        for made in results[-1].checks if given.families else ():
-            word = {True: "passed", False: "FAILED", None: "not made"}[made.passed]
-            print(f"  {made.name}: {word}, {made.detail}")
+    with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
+        for result in pool.map(check, given.families or names()):
+            results.append(result)
+            print(" | ".join(filter(None, _row(result))), flush=True)
+            for made in result.checks if given.families else ():
+                word = {True: "passed", False: "FAILED", None: "not made"}[made.passed]
+                print(f"  {made.name}: {word}, {made.detail}")
     print(totals(results, "mappings and other modules"))
     if given.write is not None:
         given.write.write_text(page(results), encoding="utf-8")

@@ -7,6 +7,7 @@ that recipe cannot know.
 
 from __future__ import annotations
 
+import copy
 import importlib
 import re
 from dataclasses import fields
@@ -128,6 +129,9 @@ _NOT_BUILDABLE = {
 _TILES = [[32, 32], [32, 64]]
 
 _OVERRIDES: dict[str, dict[str, Any]] = {
+    # Tokens of images and of sounds follow those of text, each as many as their codebook has.
+    "apertus1p5": {"audio_token_offset": TEXT_VOCAB + 4, "image_token_offset": TEXT_VOCAB},
+    "apertus1p5_vision_tokenizer": {"codebook_size": 4},
     "bamba": {"attn_layer_indices": [1]},
     "cohere_compass_text": {
         "layer_types": ["sliding_attention", "full_attention"],
@@ -161,6 +165,13 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "dia": {"delay_pattern": [0, 1, 2]},
     "dia_decoder": {"cross_head_dim": 16, "cross_hidden_size": 64, "num_channels": 3},
+    "dory": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "n_input_layers": 1,
+        "n_output_layers": 1,
+        "n_recurrent_layers": 2,
+        "num_hidden_layers": 4,
+    },
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "dots3_note_text": {
         "swa_head_dim": 16,
@@ -199,6 +210,14 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
         "layer_types": ["linear_attention", "full_attention"],
         "position_embedding_type": "rope",
     },
+    "hy_v4_vl_text": {
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "mrope_section": [2, 1, 1],
+        }
+    },
+    "inkling2_vision": {"text_hidden_size": 64},
     "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2},
     "laguna": {
         "layer_types": ["full_attention", "sliding_attention"],
@@ -251,7 +270,11 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
         "is_decoder": True,
     },
     "step3p5": {"sliding_window": 16},
+    "vibevoice_acoustic_tokenizer": {"num_filters": 2},
+    "vibevoice_acoustic_tokenizer_decoder": {"num_filters": 2},
+    "vibevoice_acoustic_tokenizer_encoder": {"num_filters": 2},
     "vipllava": {"vision_feature_layers": [-1, -2]},
+    "wavtokenizer_encoder": {"codebook_dim": 64, "codebook_size": 4},
     "xlstm": {"hidden_size": 128},  # its query and key widths are rounded up to 64
     "xmod": {"default_language": "en_XX"},
     "zamba": {
@@ -353,17 +376,23 @@ def tiny_of(cls: type[PreTrainedModel], **overrides: Any) -> PreTrainedModel:
 def other_classes(module: str) -> list[type[PreTrainedModel]]:
     """The public model classes of a module of `rotating_modules`, less those of both mappings."""
     mapped = {class_name(name) for name in (*model_types(), *image_text_types())}
-    found = importlib.import_module(f"transformers.models.{module}")
+    try:
+        found = importlib.import_module(f"transformers.models.{module}")
+    except ModuleNotFoundError:  # of a package that transformers does not require
+        return []
     made = (getattr(found, name) for name in found.__all__ if name not in mapped)
     models = [one for one in made if isinstance(one, type) and issubclass(one, PreTrainedModel)]
     return [one for one in models if not one.__name__.endswith("PreTrainedModel")]
 
 
 def rotating_modules() -> list[str]:
-    """Modules of transformers' models that may rotate, such as `llama.modeling_llama`."""
+    """Modules of transformers' models that may rotate, such as `llama.modeling_llama`.
+
+    Those of the second kind have a language model of any family as a part.
+    """
     root = Path(transformers.models.__path__[0])
     files = sorted(root.glob("*/modeling_*.py"))
-    words = re.compile("inv_freq|rotary")
+    words = re.compile(r"inv_freq|rotary|AutoModel\.from_config")
     having = (path for path in files if words.search(path.read_text(encoding="utf-8")))
     return [f"{path.parent.name}.{path.stem}" for path in having]
 
@@ -396,7 +425,7 @@ def _tiny(cls: type[PreTrainedConfig], overrides: dict[str, Any]) -> PreTrainedC
     if "kv_lora_rank" in kwargs:  # latent attention has no grouped keys
         kwargs["num_key_value_heads"] = kwargs["num_attention_heads"]
     kwargs |= _layers(default, names)
-    kwargs |= {name: value for name, value in special.items() if name != "_default"}
+    kwargs |= {name: copy.deepcopy(value) for name, value in special.items() if name != "_default"}
     text = next((kwargs[n] for n in ("text_config", "decoder") if n in kwargs), None)
     for name, value in overrides.items():
         if name not in names and text is not None:
@@ -437,7 +466,8 @@ def _unscale(config: PreTrainedConfig) -> None:
             part.update(kept, rope_type="default")
         if part.get("partial_rotary_factor", 1.0) < 0.5:
             part["partial_rotary_factor"] = 0.5
-        pairs = int(_SMALL["head_dim"] * part.get("partial_rotary_factor", 1.0)) // 2
+        width = getattr(config, "qk_rope_head_dim", None) or _SMALL["head_dim"]
+        pairs = int(width * part.get("partial_rotary_factor", 1.0)) // 2
         axes = part.get("mrope_section", () if config.model_type in _THREE_AXES else (pairs,))
         if sum(axes) != pairs:
             part["mrope_section"] = [pairs - 2 * (pairs // 4), pairs // 4, pairs // 4]

@@ -155,29 +155,29 @@ class Evidence:
     def prompts(
         self, method: str, task: str, length: float, options: Mapping[str, Any] | None = None
     ) -> tuple[int, int] | None:
-        """Prompts answered, and their number, at ``length`` trained lengths.
-
-        Decoded answers if there are any; else those that one forward scored after a lead-in.
-        """
-        lines = self.of(task, method, options, factor=4 if length > 2 else 2)
-        lines = [line for line in lines if line["length"] == round(length * self.trained)]
-        if decoded := [line for line in lines if is_decoded(line)]:
-            # The last line of a part counts, which may have been measured twice.
-            parts = {line["part"]: line["right"] for line in decoded}
-            right = [value for part in parts.values() for value in part]
-            return sum(right), len(right)
-        return (sum(lines[-1]["right"]), len(lines[-1]["right"])) if lines else None
+        """Prompts answered, and their number, at ``length`` trained lengths."""
+        right, _ = self._answers(method, task, length, options)
+        return (sum(right), len(right)) if right else None
 
     def decoded(self, methods: Iterable[str], task: str, length: float) -> bool:
         """Whether the answers of all these methods to the prompts of a task were decoded."""
-        far = round(length * self.trained)
-        return all(
-            any(
-                is_decoded(line) and line["length"] == far
-                for line in self.of(task, method, factor=4 if length > 2 else 2)
-            )
-            for method in methods
-        )
+        return all(self._answers(method, task, length)[1] for method in methods)
+
+    def _answers(
+        self, method: str, task: str, length: float, options: Mapping[str, Any] | None = None
+    ) -> tuple[list[int], bool]:
+        """Whether each prompt was answered, and whether the answers were decoded.
+
+        Others were scored by one forward after a lead-in. They count as long as fewer prompts were
+        decoded: a run may have stopped early.
+        """
+        lines = self.of(task, method, options, factor=4 if length > 2 else 2)
+        lines = [line for line in lines if line["length"] == round(length * self.trained)]
+        # The last line of a part counts, which may have been measured twice.
+        parts = {line["part"]: line["right"] for line in lines if is_decoded(line)}
+        right = [value for part in parts.values() for value in part]
+        scored = next((x["right"] for x in reversed(lines) if not is_decoded(x)), [])
+        return (right, True) if right and len(right) >= len(scored) else (scored, False)
 
     def seconds(self, method: str) -> float | None:
         """Median seconds of one forward of the longest length under factor 2, with its loss.

@@ -29,6 +29,8 @@ from rope_ext.rotary.context import current, forward_context, run_eagerly
 NAME = "rope_ext"  # names with sdpa, flash, flex_attention or a slash take special paths
 """Of the attention function; ``attending(decoder, NAME, look)`` makes unpatched layers use it."""
 _NO_PAIRS = Pairs(slice(0, 0), slice(0, 0))
+_DROPOUTS = ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop")
+"""Fields that set the dropout of attention weights; a family has one of them."""
 
 
 def _mask(**arguments: Any) -> BatchMask:
@@ -182,10 +184,12 @@ def _by_layer(layer_call: LayerCall, forward: Any) -> Tensor:
     if layer is None or layer.layout is None:
         return _natively(layer_call, forward)
     if layer_call.dropout:
+        config = getattr(layer_call.module, "config", None)
+        field = next((name for name in _DROPOUTS if getattr(config, name, 0)), _DROPOUTS[0])
         raise OptionError(
             f"{layer.map.method.name} has no attention dropout, and "
             f"{type(layer_call.module).__name__} asks for {layer_call.dropout}; set "
-            f"config.attention_dropout = 0 before the model is built"
+            f"config.{field} = 0 before the model is built"
         )
     found = _prepared(layer_call, layer, forward)
     out = found.step.attend(found.query, found.key, found.value, call=found.call)

@@ -372,7 +372,7 @@ def _rope_type(decoder: nn.Module, name: str, module: nn.Module, layer_type: str
     if layer_type not in rope_type:  # Evolla's encoder of proteins
         raise UnsupportedModelError(
             f"{type(decoder).__name__}: its rotary module {name} ({type(module).__name__}) names "
-            f"no rope_type, so it may not be the language model's; patch a model without it"
+            f"no rope_type, so it may not be the language model's: this family is not supported"
         )
     return rope_type[layer_type]
 

@@ -272,6 +272,34 @@ def test_compare_measures_the_task_on_an_embedder(embedder: Path, tmp_path: Path
     assert ran.exit_code == 2 and "--digits" in ran.output and "embedder" in ran.output
 
 
+def test_a_language_model_with_files_of_an_embedder_is_compared_as_one(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    save_checkpoint(folder)  # as E5-Mistral: architectures names a language model
+    columns = json.loads((folder / "config.json").read_text())["hidden_size"]
+    add_modules(folder, legacy=False, pooling="lasttoken")
+    dense = {"in_features": columns, "out_features": 8, "bias": False}
+    dense["activation_function"] = "torch.nn.modules.linear.Identity"
+    (folder / "2_Dense" / "config.json").write_text(json.dumps(dense))
+    weight = torch.arange(8.0 * columns).reshape(8, columns).sin()
+    save_file({"linear.weight": weight}, folder / "2_Dense" / "model.safetensors")
+    words = ["compare", str(folder), "--method", "yarn", "--factor", "2", "--lengths", "256"]
+    few = ["--queries", "5", "--candidates", "5", "--output", str(tmp_path / "out")]
+    ran = CliRunner().invoke(app, [*words, *few])
+    assert ran.exit_code == 0, ran.output
+    assert "embedding_needle" in ran.output
+
+
+def test_a_cross_encoder_is_no_embedder(tmp_path: Path) -> None:
+    folder = save_embedder(tmp_path / "model")
+    add_modules(folder, legacy=False, pooling="mean")
+    settings = json.dumps({"model_type": "CrossEncoder"})
+    (folder / "config_sentence_transformers.json").write_text(settings)
+    words = ["compare", str(folder), "--method", "yarn", "--factor", "2", "--lengths", "256"]
+    ran = CliRunner().invoke(app, [*words, "--output", str(tmp_path / "out")])
+    assert ran.exit_code == 2
+    assert "CrossEncoder, which scores pairs" in " ".join(ran.output.split())
+
+
 @pytest.mark.parametrize("fault", ["tokens", "cannot be run"])
 def test_a_model_that_cannot_be_run_ends_in_one_line(
     fault: str, settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -156,14 +156,14 @@ class Evidence:
         self, method: str, task: str, length: float, options: Mapping[str, Any] | None = None
     ) -> tuple[int, int] | None:
         """Prompts answered, and their number, at ``length`` trained lengths."""
-        right, _ = self._answers(method, task, length, options)
+        right, _ = self.answers(method, task, length, options)
         return (sum(right), len(right)) if right else None
 
     def decoded(self, methods: Iterable[str], task: str, length: float) -> bool:
         """Whether the answers of all these methods to the prompts of a task were decoded."""
-        return all(self._answers(method, task, length)[1] for method in methods)
+        return all(self.answers(method, task, length)[1] for method in methods)
 
-    def _answers(
+    def answers(
         self, method: str, task: str, length: float, options: Mapping[str, Any] | None = None
     ) -> tuple[list[int], bool]:
         """Whether each prompt was answered, and whether the answers were decoded.

@@ -195,8 +195,11 @@ def compared(evidence: pages.Evidence, first: str, others: Sequence[str]) -> dic
     losses, passes = {}, {}
     for name in ("unpatched", first, *others):
         losses[name] = {at: evidence.losses(name, span) for span, at in places.items()}
-        lines = evidence.of("passkey", name)
-        passes[name] = {x["length"]: x["right"] for x in lines if x["length"] in places.values()}
+        answers = {
+            round(times * evidence.trained): evidence.answers(name, "passkey", times)[0]
+            for times in SPANS.values()
+        }
+        passes[name] = {at: right for at, right in answers.items() if right}
     known = {name: set.intersection(*map(set, found.values())) for name, found in losses.items()}
     documents, scores = sorted(known[first] & known["unpatched"]), {}
     asked = {*passes[first], evidence.trained}

@@ -113,7 +113,7 @@ reproduce: $(VENV)/installed ## measure a published table: make reproduce TABLE=
 	$(BIN)/python -m lab.reproduce $(TABLE)
 
 # Two workers with two threads each would spin against each other on two cores.
-test test-lab test-all: export OMP_NUM_THREADS = 1
+test test-lab test-all coverage: export OMP_NUM_THREADS = 1
 test: $(VENV)/installed
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from rope_ext.errors import MeasureError
 from rope_ext.saving import checkpoints, hub
-from rope_ext.saving.embedders import MODULES, SETTINGS, read_json
+from rope_ext.saving.embedders import MODULES, SETTINGS, read_json, saved_by_them
 
 POOLINGS = ("mean", "cls", "lasttoken", "max")
 ACTIVATIONS = {"Identity": nn.Identity, "Tanh": nn.Tanh, "GELU": nn.GELU, "ReLU": nn.ReLU}
@@ -106,7 +106,7 @@ def is_embedder(model: str) -> bool:
 
     Embedders that began as language models, such as E5-Mistral, may be saved as those.
     """
-    return checkpoints.is_embedder(checkpoints.load_config(model)) or bool(_read(model, MODULES))
+    return checkpoints.is_embedder(checkpoints.load_config(model)) or saved_by_them(model)
 
 
 def _read(model: str, name: str) -> Any:

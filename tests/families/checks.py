@@ -25,7 +25,7 @@ import rope_ext
 from rope_ext.patching import current_patch
 from rope_ext.rotary.sites import RotarySite, find_sites, text_config, text_decoder
 from tests.families.images import NoImages, image_token, kinds, with_image
-from tests.families.zoo import LENGTH, TEXT_VOCAB, VOCAB
+from tests.families.zoo import LENGTH, TEXT_VOCAB, VOCAB, NotBuildable
 
 FACTOR = 4
 TOKENS = 3 * LENGTH
@@ -93,6 +93,8 @@ _DEMANDING = (
 class Subject:
     """A tiny model under test, and what was measured on it before anything patched it.
 
+    Raises NotBuildable if the model does not run.
+
     Args:
         model: never patched so far.
         options: of every patch.
@@ -106,7 +108,10 @@ class Subject:
         self.positions = POSITIONS_REFUSED
         generator = torch.Generator().manual_seed(1)
         self.ids = torch.randint(3, TEXT_VOCAB, (2, TOKENS), generator=generator)
-        self.logits(tokens=LENGTH)
+        try:
+            self.logits(tokens=LENGTH)
+        except Exception as error:  # nothing has patched it
+            raise NotBuildable(f"does not run unpatched: {last_line(error)}") from error
         shorter = snapshot(model)
         self.unpatched = self.logits()
         self.pristine = snapshot(model)
@@ -305,6 +310,7 @@ def _keeps_sliding(subject: Subject) -> Iterator[Check]:
         with subject.patched("yarn", sliding_layers="keep"):
             kept, after = subject.logits(), _received(subject)
     except rope_ext.UnsupportedModelError as error:
+        # Refused for one of two reasons, which have the same class.
         windowed = "sees a limited window only" in str(error)
         refused = "sliding_layers='keep' is refused: its attention takes no cosines"
         subject.remarks.append(NOTHING_GAINED if windowed else refused)

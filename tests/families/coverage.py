@@ -208,12 +208,10 @@ def _checked(
     remarks: Iterable[str] = (),
 ) -> FamilyResult:
     """All checks, on a model that nothing has patched yet."""
-    model = kind.build(**(overrides or {}))
     try:
-        subject = kind.subject(model, options or {}, remarks)
-    except Exception as error:  # nothing has patched it
-        reason = f"does not run unpatched: {last_line(error)}"
-        return replace(found, verdict=NOT_BUILDABLE, reason=reason, error="", rotary=False)
+        subject = kind.subject(kind.build(**(overrides or {})), options or {}, remarks)
+    except NotBuildable as error:
+        return replace(found, verdict=NOT_BUILDABLE, reason=str(error), error="", rotary=False)
     layout = _layout(subject.sites())
     checks = tuple(check for make in kind.checks for check in _made(make, subject))
     with subject.patched("yarn"):
@@ -448,8 +446,10 @@ def main() -> None:
     if given.families and given.write:
         parser.error("a page is about all families; name none with --write")
     results = []
-    with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
-        for result in pool.map(check, given.families or names()):
+    families = given.families or names()
+    processes = min(len(families), os.cpu_count() or 1)
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        for result in pool.map(check, families):
             results.append(result)
             print(" | ".join(filter(None, _row(result))), flush=True)
             for made in result.checks if given.families else ():

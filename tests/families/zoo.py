@@ -378,7 +378,7 @@ def other_classes(module: str) -> list[type[PreTrainedModel]]:
     mapped = {class_name(name) for name in (*model_types(), *image_text_types())}
     try:
         found = importlib.import_module(f"transformers.models.{module}")
-    except ModuleNotFoundError:  # of a package that transformers does not require
+    except ModuleNotFoundError:  # it imports a package that transformers does not require
         return []
     made = (getattr(found, name) for name in found.__all__ if name not in mapped)
     models = [one for one in made if isinstance(one, type) and issubclass(one, PreTrainedModel)]
@@ -388,7 +388,7 @@ def other_classes(module: str) -> list[type[PreTrainedModel]]:
 def rotating_modules() -> list[str]:
     """Modules of transformers' models that may rotate, such as `llama.modeling_llama`.
 
-    Those of the second kind have a language model of any family as a part.
+    Either their own code rotates, or a model of any family is a part, as in `llava`.
     """
     root = Path(transformers.models.__path__[0])
     files = sorted(root.glob("*/modeling_*.py"))

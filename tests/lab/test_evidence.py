@@ -196,8 +196,7 @@ def compared(evidence: pages.Evidence, first: str, others: Sequence[str]) -> dic
     for name in ("unpatched", first, *others):
         losses[name] = {at: evidence.losses(name, span) for span, at in places.items()}
         answers = {
-            round(times * evidence.trained): evidence.answers(name, "passkey", times)[0]
-            for times in SPANS.values()
+            at: evidence.answers(name, "passkey", SPANS[span])[0] for span, at in places.items()
         }
         passes[name] = {at: right for at, right in answers.items() if right}
     known = {name: set.intersection(*map(set, found.values())) for name, found in losses.items()}

@@ -10,6 +10,7 @@ import torch
 
 import rope_ext
 from tests.families.zoo import tiny_model
+from tests.helpers.both_directions import encoder
 from tests.helpers.models import tiny_llama
 from tests.helpers.positions import GEOMETRIES, gradients, logits, patch
 
@@ -42,6 +43,12 @@ def test_attention_dropout_is_refused_in_training_only(ids) -> None:
     model = patch(tiny_llama(attention_dropout=0.1))
     logits(model, ids)
     with pytest.raises(rope_ext.OptionError, match="attention_dropout = 0"):
+        model.train()(ids)
+
+
+def test_the_refusal_of_dropout_names_the_field_of_the_family(ids) -> None:
+    model = patch(encoder("JinaEmbeddingsV3Model", attention_probs_dropout_prob=0.1))
+    with pytest.raises(rope_ext.OptionError, match="attention_probs_dropout_prob = 0"):
         model.train()(ids)
 
 

@@ -20,8 +20,10 @@ _TOKENIZER = "tokenizer_config.json"
 
 
 def saved_by_them(path: str) -> bool:
-    """Whether sentence-transformers wrote a directory or Hub repository."""
-    return hub.find(path, MODULES, connection_errors=False) is not None
+    """Whether sentence-transformers wrote a directory or Hub repository; a GGUF file is neither."""
+    return not os.path.isfile(path) and (
+        hub.find(path, MODULES, connection_errors=False) is not None
+    )
 
 
 def load_unpatched(path: str, config: PreTrainedConfig, kwargs: Mapping[str, Any]) -> Any:

@@ -29,6 +29,7 @@ from rope_eval.tasks.passkey import Passkey
 from rope_ext.advice import evidence
 from rope_ext.cli import app
 from rope_ext.errors import MeasureError, OptionError
+from rope_ext.saving.embedders import saved_by_them
 from tests.helpers.both_directions import encoder
 from tests.helpers.checkpoint import TRAINED, save_checkpoint
 
@@ -287,6 +288,12 @@ def test_a_language_model_with_files_of_an_embedder_is_compared_as_one(tmp_path:
     ran = CliRunner().invoke(app, [*words, *few])
     assert ran.exit_code == 0, ran.output
     assert "embedding_needle" in ran.output
+
+
+def test_a_file_of_weights_is_no_embedder_of_sentence_transformers(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.touch()
+    assert not saved_by_them(str(file))
 
 
 def test_a_cross_encoder_is_no_embedder(tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from rope_ext.errors import ExportError
 from rope_ext.quoting import shell_join
 from rope_ext.version import __version__
 
-EngineName = Literal["vllm", "sglang", "llama.cpp", "ollama", "mlx", "transformers"]
 
 app = typer.Typer(cls=Commands, rich_markup_mode=None)
 
@@ -65,7 +64,7 @@ def recommend(
     length: Target,
     finetune: bool = False,
     calibration: Path | None = None,
-    engine: EngineName | None = None,
+    engine: str | None = None,
     text: list[str] | None = None,
     everything: Annotated[
         bool, typer.Option("--all", help="Also list all other methods that the model accepts.")
@@ -76,7 +75,7 @@ def recommend(
     Options:
         finetune: Assume that you fine-tune the model for this length.
         calibration: Output file or directory of `rope-ext calibrate`.
-        engine: Only methods that this engine can run.
+        engine: Only methods that this engine of `export` can run.
         text: Text to evaluate on, for the next commands. Repeatable.
     """
     import rope_ext
@@ -160,7 +159,7 @@ def diagnose(patch_options: PatchOptions, length: str) -> None:
 @command(app)
 def export(
     patch_options: PatchOptions,
-    engine: EngineName,
+    engine: str,
     legacy: bool = False,
     output: Path | None = None,
 ) -> None:
@@ -169,7 +168,7 @@ def export(
     Without --method, of the patch that the model was saved with.
 
     Options:
-        engine: Target engine.
+        engine: vllm, sglang, llama.cpp, ollama, mlx or transformers.
         legacy: transformers: also write the legacy key names.
         output: Directory of the saved model; write the engine's files there.
     """

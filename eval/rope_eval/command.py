@@ -116,10 +116,10 @@ def _help(tasks: Sequence[str], comparing: bool) -> str:
 
 def _compared(given: Settings, own: Mapping[str, Any]) -> Sequence[str]:
     """Return the tasks of ``compare`` for these models; raises OptionError for others' options."""
-    from rope_eval.embedder import is_embedder
+    from rope_ext.saving.checkpoints import load_config, purpose
 
     embeds = bool(given.models) and bool(given.lengths) and not given.url
-    embeds = embeds and all(map(is_embedder, given.models))
+    embeds = embeds and all(purpose(load_config(m), m) == "embeddings" for m in given.models)
     tasks, others = (EMBEDDED, COMPARED) if embeds else (COMPARED, EMBEDDED)
     known = {field.name for cls in chosen(tasks) for field in option_fields(cls)}
     for cls in chosen(others):

@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from rope_ext.errors import MeasureError
-from rope_ext.saving import checkpoints, hub
-from rope_ext.saving.embedders import MODULES, SETTINGS, read_json, saved_by_them
+from rope_ext.saving import hub
+from rope_ext.saving.embedders import MODULES, SETTINGS, read_json
 
 POOLINGS = ("mean", "cls", "lasttoken", "max")
 ACTIVATIONS = {"Identity": nn.Identity, "Tanh": nn.Tanh, "GELU": nn.GELU, "ReLU": nn.ReLU}
@@ -59,11 +59,6 @@ class Recipe:
         if modules is None:
             return cls(model)
         settings = _read(model, SETTINGS) or {}
-        if settings.get("model_type") == "CrossEncoder":
-            raise MeasureError(
-                f"{model} is a CrossEncoder, which scores pairs of texts and embeds none; this "
-                f"evaluator measures embedders"
-            )
         folders: dict[str, list[str]] = {}
         for module in modules:
             kind = str(module["type"]).rpartition(".")[2]
@@ -99,14 +94,6 @@ class Recipe:
         given = f"prompts {self.query!r} and {self.document!r}" if self.query else "no prompts"
         source = f"as its {MODULES} says" if self.named else f"it has no {MODULES}"
         return f"{self.pooling} pooling{dense}, {given} ({source})"
-
-
-def is_embedder(model: str) -> bool:
-    """Whether a checkpoint embeds texts: by its configuration, or files of sentence-transformers.
-
-    Embedders that began as language models, such as E5-Mistral, may be saved as those.
-    """
-    return checkpoints.is_embedder(checkpoints.load_config(model)) or saved_by_them(model)
 
 
 def _read(model: str, name: str) -> Any:

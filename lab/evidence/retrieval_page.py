@@ -113,9 +113,11 @@ def summary(evidence: Retrieved) -> dict[str, Any]:
         for name, found in rows.items():
             if name == CUT:
                 continue
-            numbers = {"found": sum(found), "of": len(found)}
+            numbers: dict[str, Any] = {"found": sum(found), "of": len(found)}
             if name == "unpatched":
                 numbers["cut"] = sum(rows[CUT])
+            else:
+                numbers["clear"] = is_clear(rate_difference(found, rows["unpatched"]))
             at = methods.setdefault(name, {"at": {}})["at"]
             at[str(factor)] = {"retrieval": numbers}
     return {

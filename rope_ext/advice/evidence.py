@@ -21,6 +21,12 @@ _CANDIDATES = (
     "rerope self_extend leaky_rerope dual_chunk dpe jet_long lampe yarn dynamic_yarn mrrope"
 )
 """Methods for use without fine-tuning, in order of results on the bundled checkpoints."""
+_LONG_EMBED = "without training on embedders with RoPE (LongEmbed, arXiv 2404.12096)"
+_EMBEDDERS = {
+    "self_extend": f"found more than NTK and PI {_LONG_EMBED}.",
+    "ntk": f"found more than PI, and less than self_extend, {_LONG_EMBED}.",
+}
+"""The same for embedders, with what was published."""
 
 
 def three_digits(value: float) -> str:
@@ -91,10 +97,11 @@ def _at(numbers: Mapping[str, Any], unpatched: Mapping[str, Any], factor: str) -
         how = "" if passkey["decoded"] else " (scored after a lead-in, not decoded)"
         said.append(f"{passkey['found']} of {passkey['of']} passkeys there{how}")
     if retrieval := numbers.get("retrieval"):
-        cut = unpatched["retrieval"]["cut"]
+        other = unpatched["retrieval"]
+        chance = "" if retrieval["clear"] else ", too close to tell"
         said.append(
             f"{retrieval['found']} of {retrieval['of']} questions {where} (unpatched "
-            f"{unpatched['retrieval']['found']}, and {cut} if every text is cut at its window)"
+            f"{other['found']}{chance}, and {other['cut']} if every text is cut at its window)"
         )
     return said
 
@@ -104,12 +111,15 @@ def ranked(factor: float = 2, models: Sequence[Mapping[str, Any]] | None = None)
 
     Only numbers of the same factor are compared: each model's next measured one, or its largest. If
     any passkeys of a model were decoded, only decoded ones count there. A method without numbers
-    comes after those that have them.
+    comes after those that have them. Questions that an embedder found count where the difference
+    from the unpatched model is clear; otherwise the method counts as equal to it. Equal methods
+    stay in the published order.
     """
     judged = measured_models() if models is None else models
     embedders = [model for model in judged if model.get("embeds")]
     more = (name for model in embedders for name in model["methods"] if name not in _BASELINES)
-    names = dict.fromkeys([*_CANDIDATES.split(), *more])
+    first = _EMBEDDERS if embedders else ()
+    names = dict.fromkeys([*first, *_CANDIDATES.split(), *more])
 
     def key(name: str) -> tuple[float, int, float]:
         keys = 0
@@ -121,7 +131,9 @@ def ranked(factor: float = 2, models: Sequence[Mapping[str, Any]] | None = None)
             passkey = numbers.get("passkey")
             if passkey and (passkey["decoded"] or not _any_decoded(model, at)):
                 keys += passkey["found"]
-            keys += numbers.get("retrieval", {}).get("found", 0)
+            if retrieval := numbers.get("retrieval"):
+                equal = model["methods"][UNPATCHED]["at"][at]["retrieval"]
+                keys += (retrieval if retrieval["clear"] else equal)["found"]
             perplexities += round(numbers.get("perplexity", 0.0), 1)
             missing += "perplexity" not in numbers and "retrieval" not in numbers
         return -keys, missing, perplexities
@@ -135,8 +147,12 @@ def _any_decoded(model: Mapping[str, Any], factor: str) -> bool:
 
 
 def why(method: Method, factor: float, models: Sequence[Mapping[str, Any]]) -> str:
-    """Return the reasons to choose a method: its summary, and a line with its measurements."""
-    return (
-        f"{method.summary} ({method.paper}).\n{sentence(method.name, factor, models)} "
-        f"(docs/evidence.md)."
-    )
+    """Return the reasons to choose a method: its summary, and a line with its measurements.
+
+    For embedders, a line between them says what was published.
+    """
+    lines = [f"{method.summary} ({method.paper})."]
+    if any(model.get("embeds") for model in models) and method.name in _EMBEDDERS:
+        lines.append(_EMBEDDERS[method.name])
+    lines.append(f"{sentence(method.name, factor, models)} (docs/evidence.md).")
+    return "\n".join(lines)

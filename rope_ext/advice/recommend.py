@@ -39,7 +39,7 @@ from rope_ext.position.direction import generates_from
 from rope_ext.position.layers import WINDOWS_ONLY, rotates_windows_only, survey
 from rope_ext.rotary.sites import find_sites, text_config, text_decoder, unwrap
 from rope_ext.saving import gguf_source
-from rope_ext.saving.checkpoints import is_embedder
+from rope_ext.saving.checkpoints import Purpose, is_embedder, purpose
 from rope_ext.saving.folder import model_of, read_saved
 
 # name and format of the file that rope_eval writes
@@ -72,6 +72,7 @@ class _Case:
     """The model and requirements to recommend a method for."""
 
     model: nn.Module
+    purpose: Purpose
     rope: Rope  # the trained embedding
     target: int
     finetune: bool
@@ -96,8 +97,8 @@ class _Case:
 
     @cached_property
     def embeds(self) -> bool:
-        """Whether the model reads texts to embed them, and writes none."""
-        return is_embedder(unwrap(self.model).config)
+        """Whether the model is judged by embedders: it embeds texts, or reads both directions."""
+        return self.purpose == "embeddings" or is_embedder(unwrap(self.model).config)
 
     @cached_property
     def looks_ahead(self) -> bool:
@@ -160,7 +161,9 @@ def recommend(
     require_length("target_length", target_length)
     model, notes = _without_patch(model_or_config, target_length)
     found = calibration_for(model_or_config, calibration)
-    case = _case(model, target=target_length, finetune=finetune, engine=engine)
+    place = model if isinstance(model_or_config, PreTrainedConfig) else model_or_config
+    use = purpose(unwrap(model).config, place)
+    case = _case(model, use, target=target_length, finetune=finetune, engine=engine)
     decoder = text_decoder(model)
     if rotates_windows_only(decoder, find_sites(decoder)):
         raise UnsupportedModelError(f"{type(decoder).__name__}: {WINDOWS_ONLY}")
@@ -269,7 +272,9 @@ def _without_patch(
     )
 
 
-def _case(model: nn.Module, target: int, finetune: bool, engine: str | None) -> _Case:
+def _case(
+    model: nn.Module, use: Purpose, target: int, finetune: bool, engine: str | None
+) -> _Case:
     """Read what a recommendation depends on; raises OptionError if ``target`` tokens need none."""
     decoder = text_decoder(model)
     site = first_site(model)
@@ -303,6 +308,7 @@ def _case(model: nn.Module, target: int, finetune: bool, engine: str | None) -> 
         site = first_site(model, length=length)
     return _Case(
         model=model,
+        purpose=use,
         rope=site.rope,
         target=target,
         finetune=finetune,
@@ -446,15 +452,21 @@ def _warnings(case: _Case, chosen: _Trial) -> Iterator[str]:
         )
     bound = smallest_base(case.target)
     if case.rope.base < bound and not (method.replaces_attention or raises):
+        task = "passkeys, not perplexity alone" if case.purpose == "text" else "retrieval"
         yield (
             f"the base {case.rope.base:g} is below {bound:.3g}, which {case.target} tokens need: "
-            f"measure {'retrieval' if case.embeds else 'passkeys, not perplexity alone'} (arXiv "
-            f"2405.14591)."
+            f"measure {task} (arXiv 2405.14591)."
         )
 
 
 def _next_steps(case: _Case, chosen: _Trial, found: Any) -> Iterator[str]:
     """Yield commands that measure or tune the method, unless it is tuned or published so."""
+    if case.purpose == "labels":
+        yield (
+            "nothing here measures classifiers, rerankers and reward models: the numbers above are "
+            "of other models, so score your own texts with and without the patch."
+        )
+        return
     if case.embeds:
         yield (
             f"measure it, and embed queries and documents under the same patch: rope-ext eval "

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from rope_ext.engine_names import check_name
 from rope_ext.errors import MeasureError, OptionError, first_line, is_path
 
 UNPATCHED = "unpatched"
@@ -82,7 +83,7 @@ def parse_length(text: str, option: str = "--length") -> int:
 
 
 def check_early(given: Mapping[str, Any]) -> None:
-    """Raise an error for a length that is no number, or a folder that does not exist.
+    """Raise an error for a length that is no number, a folder or an engine that does not exist.
 
     For the texts of a command's options, before torch is imported, which takes seconds. A name that
     may be a Hub ID is looked for later.
@@ -91,6 +92,8 @@ def check_early(given: Mapping[str, Any]) -> None:
         value = given.get(name)
         if isinstance(value, (str, list)):
             parse_lengths(value, f"--{name.replace('_', '-')}")
+    if given.get("engine") is not None:
+        check_name(given["engine"])
     models = given.get("models") or ()
     for model in (given.get("model"), *models):
         path = Path(os.path.expanduser(str(model)))

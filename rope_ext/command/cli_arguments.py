@@ -104,10 +104,13 @@ class PatchOptions:
 
     def tell_compare(self, trained: int, target: int, **more: Any) -> None:
         """Print the command that compares the method with the unpatched model, if one does."""
-        from rope_ext.saving.checkpoints import causal_class, is_embedder, load_config
+        from rope_ext.saving.checkpoints import causal_class, load_config, purpose
 
         config = load_config(self.model)
-        if is_embedder(config):
+        found = purpose(config, self.model)
+        if found == "labels":
+            return
+        if found == "embeddings":
             given = {"tasks": "embedding", "lengths": target, "output": unused("embedding")}
             tell_next(self.words("eval", **given))
             return

@@ -12,9 +12,10 @@ from transformers import PreTrainedConfig
 
 from rope_ext.config.nested import text_of
 from rope_ext.config.settings import all_settings
+from rope_ext.engine_names import check_name
 from rope_ext.engines import base, configs, llama_cpp
 from rope_ext.engines.base import Export, Refusal
-from rope_ext.errors import ExportError, NotPatchedError, nearest
+from rope_ext.errors import ExportError, NotPatchedError
 from rope_ext.patching import Patch, current_patch
 from rope_ext.quoting import command_line
 from rope_ext.rotary.sites import unwrap
@@ -37,23 +38,9 @@ _BOTH_WAYS = ("vllm", "transformers")
 """Engines that were tested with models that read in both directions."""
 
 
-_REFUSED = {
-    "text-embeddings-inference": (
-        "it reads every RoPE scaling with a factor but llama3 as an NTK of its own "
-        "(backends/candle/src/layers/rotary.rs), and was not run; 'vllm' serves embedders, too"
-    )
-}
-"""Engines that cannot run patches, and why."""
-
-
 def check_engine(name: str, **options: Any) -> None:
     """Raise ExportError unless there is an engine of this name that has these options."""
-    if isinstance(name, str) and name in _REFUSED:
-        raise ExportError(f"{name} is not supported: {_REFUSED[name]}")
-    if not isinstance(name, str) or name not in _ENGINES:
-        known = ", ".join(map(repr, _ENGINES))
-        near = nearest(str(name), _ENGINES)
-        raise ExportError(f"engine={name!r} is not known; choose one of {known}{near}")
+    check_name(name)
     known = [*inspect.signature(_ENGINES[name]).parameters][2:]
     for option in options.keys() - known:
         valid = f"its options are {', '.join(known)}" if known else "it has none"

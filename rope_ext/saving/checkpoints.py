@@ -5,9 +5,10 @@ import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from torch import nn
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -18,8 +19,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES,
+    MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
     MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
     MODEL_MAPPING_NAMES,
 )
 
@@ -29,7 +34,7 @@ from rope_ext.config.settings import all_settings, contradictions
 from rope_ext.config.settings import trained_length as trained_length_of
 from rope_ext.errors import MeasureError, OptionError, first_line, nearest
 from rope_ext.patching import unpatch
-from rope_ext.saving import draft_configs, gguf_source, hub
+from rope_ext.saving import draft_configs, embedders, gguf_source, hub
 from rope_ext.saving.load import (
     checked_json,
     copy_learned,
@@ -45,6 +50,13 @@ _WRITING = (
     MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
 )
 """transformers' families that have a head which writes text."""
+_LABELLING = (
+    MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES,
+    MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+)
+"""transformers' classes with a head which gives labels or scores of texts."""
 _ADAPTER = "set --adapter to a folder written by PeftModel.save_pretrained"
 _WEIGHTS = ("*.safetensors", "*.bin")
 _logger: Any = logging.getLogger("rope_ext")  # transformers adds warning_once to all loggers
@@ -198,7 +210,11 @@ def require_attention(name: str | None) -> None:
 def require_causal(model: str, config: Any) -> None:
     """Raise OptionError for a checkpoint that does not continue text, before its weights load."""
     saved = (config.architectures or [config.model_type])[0]
-    if is_embedder(config):  # transformers would draw the weights of a language head
+    found = purpose(config, model)
+    # transformers would draw the weights of a language head where it finds none.
+    if found == "labels":
+        raise OptionError(_no_task(model, saved))
+    if is_embedder(config):
         raise OptionError(
             f"{model} ({saved}) does not predict text; measure it as an embedder: rope-ext eval "
             f"{model} --tasks embedding"
@@ -208,6 +224,20 @@ def require_causal(model: str, config: Any) -> None:
             f"{model} ({saved}) does not continue a prompt, as causal language models do; nothing "
             f"here measures encoder-decoders and speech models"
         )
+
+
+def require_unlabelled(model: str, config: Any) -> None:
+    """Raise OptionError for a checkpoint with a head that a task of embeddings would not read."""
+    if purpose(config, model) == "labels":
+        raise OptionError(_no_task(model, (config.architectures or [config.model_type])[0]))
+
+
+def _no_task(model: str, saved: str) -> str:
+    return (
+        f"{model} ({saved}) gives labels or scores of texts, as classifiers, rerankers and reward "
+        f"models do, and nothing here measures those; score your own texts with and without the "
+        f"patch"
+    )
 
 
 def require_tokens(model: Any, largest: int, named: str) -> None:
@@ -241,6 +271,25 @@ def trained_length(config: Any) -> int:
             "the model's configuration has no max_position_embeddings; set --trained-length TOKENS"
         )
     return length
+
+
+Purpose = Literal["text", "embeddings", "labels"]
+"""What a checkpoint gives for a text: more text; its embedding, or states of its tokens; labels or
+scores, as classifiers, rerankers and reward models do."""
+
+
+def purpose(config: Any, place: str | os.PathLike[str] | nn.Module = "") -> Purpose:
+    """Return what a checkpoint is for.
+
+    Its configuration says so, or files of sentence-transformers in ``place``, if it is their
+    folder, Hub ID or loaded model: embedders and rerankers that began as language models, such as
+    E5-Mistral, may be saved as those.
+    """
+    kind = embedders.kind_of(place)
+    saved = (config.architectures or [None])[0]
+    if kind == "CrossEncoder" or any(saved in names.values() for names in _LABELLING):
+        return "labels"
+    return "embeddings" if kind is not None or is_embedder(config) else "text"
 
 
 def is_embedder(config: Any) -> bool:

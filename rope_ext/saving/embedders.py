@@ -8,29 +8,44 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedConfig
 
 from rope_ext.errors import LoadError, RopeExtError, optional
-from rope_ext.saving import hub
+from rope_ext.saving import gguf_source, hub
 
 MODULES = "modules.json"
 SETTINGS = "config_sentence_transformers.json"
+_DEFAULT = "SentenceTransformer"  # where older versions named none
 _CONFIG = "config.json"
 _TOKENIZER = "tokenizer_config.json"
 
 
 def saved_by_them(path: str) -> bool:
     """Whether sentence-transformers wrote a directory or Hub repository; a GGUF file is neither."""
-    return not os.path.isfile(path) and (
-        hub.find(path, MODULES, connection_errors=False) is not None
-    )
+    named = bool(path) and not gguf_source.is_file_name(path)
+    return named and hub.find(path, MODULES, connection_errors=False) is not None
 
 
-def load_unpatched(path: str, config: PreTrainedConfig, kwargs: Mapping[str, Any]) -> Any:
+def kind_of(given: str | os.PathLike[str] | nn.Module) -> str | None:
+    """Return the class of sentence-transformers of a model or place, such as ``"CrossEncoder"``.
+
+    ``given`` is a loaded model, a folder or a Hub ID. None: it is of transformers alone.
+    """
+    if isinstance(given, nn.Module):
+        return getattr(given, "model_type", None) if hasattr(given, "transformers_model") else None
+    if not saved_by_them(str(given)):
+        return None
+    file = hub.find(str(given), SETTINGS, connection_errors=False)
+    settings = {} if file is None else read_json(Path(file))
+    return str(settings.get("model_type", _DEFAULT))
+
+
+def load_with(config: PreTrainedConfig, path: str, kwargs: Mapping[str, Any]) -> Any:
     """Load the SentenceTransformer or CrossEncoder in a directory with another configuration.
 
     ``config`` replaces that of the transformers model in it; ``kwargs`` are arguments of
-    transformers' ``from_pretrained``.
+    transformers' ``from_pretrained``, and ``device``.
     """
     package = optional(
         "sentence_transformers",
@@ -44,7 +59,7 @@ def load_unpatched(path: str, config: PreTrainedConfig, kwargs: Mapping[str, Any
             f"only; download it with huggingface_hub.snapshot_download, then give that folder"
         )
     settings = _settings(path, SETTINGS)
-    name = str(settings.get("model_type", "SentenceTransformer"))
+    name = str(settings.get("model_type", _DEFAULT))
     cls = getattr(package, name, None)
     if cls is None:
         raise LoadError(f"{path}: sentence-transformers has no class {name!r}; update it")
@@ -54,7 +69,8 @@ def load_unpatched(path: str, config: PreTrainedConfig, kwargs: Mapping[str, Any
             if file.name != _CONFIG:
                 _link(file, Path(place) / file.name)
         config.save_pretrained(place)
-        return cls(place, model_kwargs={k: v for k, v in kwargs.items() if k != "config"})
+        more = {name: value for name, value in kwargs.items() if name not in ("config", "device")}
+        return cls(place, device=kwargs.get("device"), model_kwargs=more)
 
 
 def saved_length(path: str) -> int | None:

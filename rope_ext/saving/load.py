@@ -94,7 +94,7 @@ def from_pretrained(
     Returns the model in evaluation mode, with the same logits as the saved one. Patches that the
     configuration describes in full are loaded by plain transformers. A directory that
     sentence-transformers saved under another patch is loaded as its SentenceTransformer or
-    CrossEncoder; ``kwargs`` are those of the transformers model in it.
+    CrossEncoder; ``kwargs`` are its ``device``, and those of the transformers model in it.
 
     Raises:
         AdapterError: the adapter has no ``rope_ext.json``, its base model is unknown or does not
@@ -209,7 +209,7 @@ def _load(
     expecting = nullcontext() if record is None else _expecting_learned()
     with _missing_record(where), hub.loading("weights", path), expecting:
         if wrapped and record is not None and embedders.saved_by_them(path):
-            loaded = embedders.load_unpatched(path, config, kwargs)
+            loaded = embedders.load_with(config, path, kwargs)
         else:
             loaded = _class(config, class_name).from_pretrained(path, **kwargs)
     if gguf_file is not None:

@@ -1,8 +1,9 @@
-"""Makes PEFT save the patch beside an adapter, and Trainer compare its models before training.
+"""Makes PEFT save the patch beside an adapter, and trainers compare models and reload checkpoints.
 
-The first patch after ``import peft``, ``import trl`` or ``from transformers import Trainer`` wraps
-``PeftModel.save_pretrained`` and ``Trainer.train``. For models without a patch they do what they
-did.
+The first patch after ``import peft``, ``import trl``, ``import sentence_transformers`` or ``from
+transformers import Trainer`` wraps ``PeftModel.save_pretrained``, ``Trainer.train`` and the
+function by which trainers of sentence-transformers load a checkpoint. For models without a patch
+they do what they did.
 """
 
 from __future__ import annotations
@@ -25,10 +26,15 @@ from torch import nn
 from rope_ext import patching
 from rope_ext.errors import AdapterError, RopeExtError, first_line
 from rope_ext.rotary.sites import unwrap
+from rope_ext.saving.checkpoints import load_config, saved_under
 from rope_ext.saving.folder import read_saved
-from rope_ext.saving.load import Sidecar, save_sidecar, sidecar_of
+from rope_ext.saving.load import Sidecar, from_pretrained, save_sidecar, sidecar_of
 
-_WRAPPED = (("peft", "PeftModel", "save_pretrained"), ("transformers.trainer", "Trainer", "train"))
+_WRAPPED = (
+    ("peft", "PeftModel", "save_pretrained"),
+    ("transformers.trainer", "Trainer", "train"),
+    ("sentence_transformers.base.trainer", "BaseTrainer", "_load_from_checkpoint"),
+)
 _LAZY = "trl"
 _SECONDS = 10  # for an answer of a server, which TRL has reached before
 _logger = logging.getLogger("rope_ext")
@@ -37,7 +43,11 @@ _DEFAULT = "default"  # PEFT's name of an adapter that is saved without a folder
 
 def wrap_trainers() -> None:
     """Wrap what is imported so far, once."""
-    functions: dict[str, Callable[..., Any]] = {"save_pretrained": _save, "train": _train}
+    functions: dict[str, Callable[..., Any]] = {
+        "save_pretrained": _save,
+        "train": _train,
+        "_load_from_checkpoint": _reload,
+    }
     for module, class_name, name in _WRAPPED:
         # Not imported here, which takes seconds: who trains has imported it, or TRL, which imports
         # its trainers when one is first named, maybe after the patch.
@@ -84,6 +94,21 @@ def _train(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any
         if getattr(trainer.args, "use_vllm", False):
             _check_rollouts(trained, _rollout_folder(trainer))
     return original(trainer, *args, **kwargs)
+
+
+def _reload(original: Callable[..., Any], trainer: Any, checkpoint: Any) -> None:
+    """Load a checkpoint into the model that a trainer of sentence-transformers trains.
+
+    The original loads the folder as a new model of that package, to resume or to end with the best
+    one. It cannot load a folder whose patch only rope_ext reloads.
+    """
+    model = getattr(trainer.model, "_orig_mod", trainer.model)
+    # A checkpoint of an adapter has no configuration of the model.
+    whole = patching.is_patched(model) and (Path(checkpoint) / "config.json").is_file()
+    if whole and saved_under(load_config(str(checkpoint))) is not None:
+        model.load_state_dict(from_pretrained(checkpoint).state_dict())
+    else:
+        original(trainer, checkpoint)
 
 
 def _check_reference(trained: Sidecar, reference: Any) -> None:

@@ -140,7 +140,7 @@ def test_a_saved_model_gives_equal_embeddings(
     else:
         with pytest.raises(KeyError, match=r"rope_ext\.from_pretrained"):
             embedder(tmp_path / "saved")
-        again = rope_ext.from_pretrained(tmp_path / "saved")
+        again = rope_ext.from_pretrained(tmp_path / "saved", device="cpu")
         assert method in str(rope_ext.describe(again))
     assert type(again) is type(model) and again.max_seq_length == TARGET
     torch.testing.assert_close(encode(again), want, **CLOSE)
@@ -186,6 +186,51 @@ def test_a_cross_encoder_scores_pairs_as_its_model(
     assert isinstance(again, package.CrossEncoder)
     said = torch.as_tensor(again.predict(pairs, activation_fn=torch.nn.Identity()))
     torch.testing.assert_close(said, found, **CLOSE)
+
+
+@pytest.mark.parametrize("method", ["yarn", "self_extend", "t5"])
+def test_training_resumes_and_ends_with_the_best_model(
+    method: str, folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
+
+    data = datasets.Dataset.from_dict({"anchor": TEXTS * 4, "positive": TEXTS[::-1] * 4})
+
+    def trained(steps: int, resume: bool = False) -> Any:
+        model = embedder(folder("EuroBert"))
+        rope_ext.patch(model, method, factor=2)
+        arguments = package.SentenceTransformerTrainingArguments(
+            output_dir=str(tmp_path / "run"),
+            max_steps=steps,
+            per_device_train_batch_size=2,
+            learning_rate=1e-3,
+            lr_scheduler_type="constant",
+            save_steps=2,
+            eval_steps=2,
+            eval_strategy="steps",
+            load_best_model_at_end=not resume,
+            greater_is_better=True,  # by loss, so that it is not the last one
+            use_cpu=True,
+            report_to="none",
+        )
+        trainer = package.SentenceTransformerTrainer(
+            model=model,
+            args=arguments,
+            train_dataset=data,
+            eval_dataset=data,
+            loss=MultipleNegativesRankingLoss(model),
+        )
+        trainer.train(resume_from_checkpoint=resume or None)
+        return model, trainer.state
+
+    model, state = trained(4)
+    assert Path(state.best_model_checkpoint).name == "checkpoint-2"
+    load = embedder if method == "yarn" else rope_ext.from_pretrained
+    best = load(Path(state.best_model_checkpoint))
+    torch.testing.assert_close(encode(model), encode(best), **CLOSE)
+    _, state = trained(6, resume=True)
+    assert state.global_step == 6
 
 
 @pytest.mark.parametrize("method", ["yarn", "dynamic_ntk", "self_extend"])

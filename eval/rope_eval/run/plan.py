@@ -152,7 +152,7 @@ def prepare(settings: Settings, tasks: Sequence[Task]) -> Plan:
     read = {model: _read(model, settings) for model in settings.models}
     configs = {model: config for model, (config, _) in read.items()}
     trained = {model: length for model, (_, length) in read.items()}
-    _require_causal(settings, parts, configs)
+    _require_purpose(settings, parts, configs)
     requested = tuple(sorted(set(settings.lengths)))
     notes = list(beyond(methods, lengths=requested, trained=trained, force=settings.force))
     if not settings.url:
@@ -181,11 +181,14 @@ def _embeds(tasks: Sequence[Task]) -> bool:
     return any(task.embeds for task in tasks)
 
 
-def _require_causal(settings: Settings, tasks: Sequence[Task], configs: Mapping[str, Any]) -> None:
-    """Raise MeasureError for a model that does not write text, where tasks need one."""
-    if not _embeds(tasks) and not settings.url:
-        for model, config in configs.items():
-            models.require_causal(model, config)
+def _require_purpose(
+    settings: Settings, tasks: Sequence[Task], configs: Mapping[str, Any]
+) -> None:
+    """Raise OptionError for a model that does not give what the tasks measure."""
+    require = models.require_unlabelled if _embeds(tasks) else models.require_causal
+    for model, config in configs.items():
+        if not settings.url:
+            require(model, config)
 
 
 def _chat(frames: Mapping[str, Frame], tasks: Sequence[Task]) -> dict[str, bool]:

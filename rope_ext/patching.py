@@ -6,7 +6,7 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -47,6 +47,7 @@ from rope_ext.rotary.swapping import (
     Changes,
     Grown,
     guard_buffers,
+    joined_configurations,
     separate_configurations,
     set_attribute,
     undo,
@@ -76,6 +77,8 @@ class Patch(PatchTarget, Applied):
     options: Options
     record: Record
     changes: Changes
+    configurations: list[tuple[Any, Any]]
+    """Pairs of a configuration as it was before the patch, and the copy that has the patch."""
 
     @property
     def frequencies(self) -> FrequencyMethod | None:
@@ -337,6 +340,16 @@ def current_patch(model: nn.Module) -> Patch | None:
     return next(filter(None, states), None)
 
 
+def with_parts(model: nn.Module) -> AbstractContextManager[None]:
+    """Let the configuration of ``model`` say what parts of it were patched by themselves.
+
+    A patch of a part, such as ``model.get_encoder()``, does not know the model around it.
+    """
+    states = (vars(part).get(_STATE) for part in model.modules())
+    pairs = [pair for one in states if isinstance(one, Patch) for pair in one.configurations]
+    return joined_configurations(model, pairs)
+
+
 def is_patched(model: Any) -> bool:
     """Whether any object is a model with a patch; unlike others, it takes models without RoPE."""
     return isinstance(model, nn.Module) and any(_STATE in vars(part) for part in model.modules())
@@ -392,7 +405,7 @@ def _patch(
     forget_pages(model)
     try:
         changes.append(functools.partial(forget_pages, model))
-        separate_configurations(given, WRITTEN, changes)
+        separated = separate_configurations(given, WRITTEN, changes)
         halves = [_decoder_half(places, method, options, apply=apply, changes=changes)]
         for place in places[1:]:
             # Of its own: an encoder that refuses the method is undone, and the decoder stays
@@ -424,7 +437,7 @@ def _patch(
             _add_warnings(half.place, half.record, changes)
             # Last, since a decoder with a state counts as patched.
             changes.append(functools.partial(_forget, half.place.decoder))
-            half.place.decoder.__dict__[_STATE] = half.state(options, changes)
+            half.place.decoder.__dict__[_STATE] = half.state(options, changes, separated)
     except BaseException:
         undo(changes)
         raise
@@ -440,7 +453,9 @@ class _Half:
     values: dict[str, Any]  # configuration fields and their new values
     notes: list[str]
 
-    def state(self, options: Options, changes: Changes) -> Patch:
+    def state(
+        self, options: Options, changes: Changes, configurations: list[tuple[Any, Any]]
+    ) -> Patch:
         applied = replace(self.applied, notes=tuple(self.notes))
         return Patch(
             **vars(self.place),
@@ -448,6 +463,7 @@ class _Half:
             options=options,
             record=self.record,
             changes=changes,
+            configurations=configurations,
         )
 
 

@@ -22,7 +22,13 @@ from rope_ext.methods.rope import whole_number
 from rope_ext.patching import Patch, configuration_notes, current_patch
 from rope_ext.position.layers import WINDOWS_ONLY, rotates_windows_only
 from rope_ext.quoting import Printed, command_line, in_markdown, inert_markdown, printable_lines
-from rope_ext.rotary.sites import RotarySite, find_sites, text_config, text_decoder
+from rope_ext.rotary.sites import (
+    RotarySite,
+    find_sites,
+    other_parts,
+    text_config,
+    text_decoder,
+)
 from rope_ext.saving import gguf_source
 from rope_ext.saving.drafts import write_whole
 from rope_ext.saving.folder import configured, read_saved
@@ -164,6 +170,12 @@ def describe(model: nn.Module | PreTrainedConfig | str | Path) -> Description:
     name = type(decoder).__name__
     sites = find_sites(decoder) if state is None else state.sites
     shown = tuple(_site(site, state) for site in sites)
+    rest = tuple(
+        f"{part}: rotates by itself, and a patch of the whole model leaves it as it was trained; "
+        f"rope_ext.describe(model.{part}) shows it, and rope_ext.patch(model.{part}, ...) patches "
+        f"it"
+        for part in other_parts(model)
+    )
     if state is not None:
         return Description(
             model=name,
@@ -172,9 +184,9 @@ def describe(model: nn.Module | PreTrainedConfig | str | Path) -> Description:
             length=state.length,
             target_length=state.target_length,
             sites=shown,
-            notes=state.notes,
+            notes=(*state.notes, *rest),
         )
-    notes = tuple(_unpatched_notes(decoder, sites))
+    notes = (*_unpatched_notes(decoder, sites), *rest)
     target = sites[0].rope.length
     changed = any(site.changed for site in sites)
     found = None if changed else configured(text_config(decoder))

@@ -8,7 +8,7 @@ import copy
 import inspect
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -268,6 +268,11 @@ def find_sites(decoder: nn.Module, length: int | None = None) -> list[RotarySite
         for buffer in list(module._buffers) if name not in unused else ():
             if not buffer.endswith("inv_freq") or buffer.endswith("original_inv_freq"):
                 continue
+            if not name:
+                raise UnsupportedModelError(
+                    f"{type(decoder).__name__} is a rotary module, not a model; pass the model "
+                    f"that contains it"
+                )
             prefix = buffer.removesuffix("inv_freq").rstrip("_")
             try:
                 sites.append(_site(decoder, name, module, layer_type=prefix or None, length=length))
@@ -287,17 +292,30 @@ def find_sites(decoder: nn.Module, length: int | None = None) -> list[RotarySite
     return sites
 
 
-def _parts_that_rotate(module: nn.Module) -> list[str]:
-    """Return names of the outermost models within ``module`` whose text model can be patched."""
+def other_parts(model: nn.Module) -> list[str]:
+    """Return names of models within ``model`` that can be patched, and that its patch leaves out.
+
+    Such as an encoder of sound.
+    """
+    return _parts_that_rotate(unwrap(model), without=text_parts(model))
+
+
+def _parts_that_rotate(module: nn.Module, without: Sequence[nn.Module] = ()) -> list[str]:
+    """Return names of the outermost models within ``module`` whose text model can be patched.
+
+    None that is, or is inside of, one of ``without``, or whose text model is.
+    """
+    inside = {id(one) for part in without for one in part.modules()}
     found: list[str] = []
     for name, child in module.named_modules():
-        inside = not name or any(name.startswith(f"{one}.") for one in found)
-        if inside or not isinstance(child, PreTrainedModel):
+        seen = not name or any(name.startswith(f"{one}.") for one in found)
+        if seen or not isinstance(child, PreTrainedModel):
             continue
         with suppress(NoRopeError, UnsupportedModelError):
             decoder = text_decoder(child)
-            chosen_sites(decoder, find_sites(decoder), "auto")
-            found.append(name)
+            if id(decoder) not in inside:
+                chosen_sites(decoder, find_sites(decoder), "auto")
+                found.append(name)
     return found
 
 

@@ -10,6 +10,7 @@ caches, attention kernels and compilation work as before; ``hooks`` handles the 
 import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -51,10 +52,12 @@ def restore(holder: Any, own: dict[str, Any]) -> None:
             vars(holder)[name] = value
 
 
-def separate_configurations(model: nn.Module, written: Iterable[str], changes: Changes) -> None:
+def separate_configurations(
+    model: nn.Module, written: Iterable[str], changes: Changes
+) -> list[tuple[Any, Any]]:
     """Give all modules of ``model`` copies of their configurations until ``changes`` are undone.
 
-    Other models may hold the same objects, and must not follow what a patch writes into them. Call
+    Returns pairs of an original and its copy. Other models may hold the same objects, and must not follow what a patch writes into them. Call
     it before any other change. Fields that the user sets meanwhile, such as ``use_cache``, are
     carried back; those that the patch has ``written`` are not.
     """
@@ -66,6 +69,27 @@ def separate_configurations(model: nn.Module, written: Iterable[str], changes: C
     for module in model.modules():
         _replace(module, [(original, twin) for original, twin, _ in swapped])
     changes.append(functools.partial(_give_back, model, swapped, tuple(written)))
+    return [(original, twin) for original, twin, _ in swapped]
+
+
+@contextmanager
+def joined_configurations(model: nn.Module, pairs: list[tuple[Any, Any]]) -> Iterator[None]:
+    """Let the configuration of ``model`` contain the copies that parts of it were given.
+
+    ``pairs`` are those of :func:`separate_configurations` for the parts.
+    """
+    holders: list[Any] = [model, *_configurations(model)]
+    before = [dict(vars(holder)) for holder in holders]
+    for holder in holders:
+        _replace(holder, pairs)
+    try:
+        yield
+    finally:
+        copies = {id(twin) for _, twin in pairs}
+        for holder, own in zip(holders, before, strict=True):
+            for name, value in vars(holder).items():
+                if id(value) in copies:
+                    vars(holder)[name] = own[name]
 
 
 def _give_back(

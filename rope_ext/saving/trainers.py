@@ -2,8 +2,9 @@
 
 The first patch after ``import peft``, ``import trl``, ``import sentence_transformers`` or ``from
 transformers import Trainer`` wraps ``PeftModel.save_pretrained``, ``Trainer.train`` and the
-function by which trainers of sentence-transformers load a checkpoint. For models without a patch
-they do what they did.
+function by which trainers of sentence-transformers load a checkpoint; the first patch wraps
+``PreTrainedModel.save_pretrained``, which saves what was patched in parts of a model. For models
+without a patch they do what they did.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from rope_ext.saving.folder import read_saved
 from rope_ext.saving.load import Sidecar, from_pretrained, save_sidecar, sidecar_of
 
 _WRAPPED = (
+    ("transformers.modeling_utils", "PreTrainedModel", "save_pretrained"),
     ("peft", "PeftModel", "save_pretrained"),
     ("transformers.trainer", "Trainer", "train"),
     ("sentence_transformers.base.trainer", "BaseTrainer", "_load_from_checkpoint"),
@@ -44,9 +46,10 @@ _DEFAULT = "default"  # PEFT's name of an adapter that is saved without a folder
 def wrap_trainers() -> None:
     """Wrap what is imported so far, once."""
     functions: dict[str, Callable[..., Any]] = {
-        "save_pretrained": _save,
-        "train": _train,
-        "_load_from_checkpoint": _reload,
+        "PreTrainedModel": _save_whole,
+        "PeftModel": _save,
+        "Trainer": _train,
+        "BaseTrainer": _reload,
     }
     for module, class_name, name in _WRAPPED:
         # Not imported here, which takes seconds: who trains has imported it, or TRL, which imports
@@ -58,7 +61,7 @@ def wrap_trainers() -> None:
         original = getattr(owner, name, None)
         if original is None or getattr(original, "__module__", None) == __name__:
             continue
-        setattr(owner, name, _as_method(original, functions[name]))
+        setattr(owner, name, _as_method(original, functions[class_name]))
 
 
 def _as_method(original: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
@@ -68,6 +71,12 @@ def _as_method(original: Callable[..., Any], function: Callable[..., Any]) -> Ca
 
     method.__module__ = __name__  # says that it is wrapped already
     return method
+
+
+def _save_whole(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Save a model with what was patched in parts of it."""
+    with patching.with_parts(model):
+        return original(model, *args, **kwargs)
 
 
 def _save(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:

@@ -116,6 +116,70 @@ def test_a_half_can_be_unpatched_from_either_side() -> None:
     assert changed(before, snapshot(model)) == set()
 
 
+PARTS = {
+    "T5GemmaForConditionalGeneration": "model.encoder",
+    "GlmAsrForConditionalGeneration": "model.audio_tower",
+    "LlavaForConditionalGeneration": "model.language_model",
+    "LlamaForCausalLM": "model",
+}
+
+
+@pytest.mark.parametrize("method", ["yarn", "rerope", "dynamic_ntk", "t5"])
+@pytest.mark.parametrize("name", PARTS)
+def test_a_part_patched_by_itself_is_saved_with_the_whole(
+    name: str, method: str, tmp_path: Path
+) -> None:
+    model = built(name)
+    part = model.get_submodule(PARTS[name])
+    model.save_pretrained(tmp_path)  # sets architectures and dtype
+    before = snapshot(model)
+    if "audio" in PARTS[name] and method != "yarn":
+        with pytest.raises(rope_ext.UnsupportedModelError, match="token IDs"):
+            rope_ext.patch(part, method, factor=4)
+        return
+    rope_ext.patch(part, method, factor=4)
+    for key, parameter in part.named_parameters():
+        if "rope_ext" in key:
+            nn.init.normal_(parameter)
+    patched = snapshot(model)
+    model.save_pretrained(tmp_path)
+    assert changed(patched, snapshot(model)) == set()
+    again = rope_ext.from_pretrained(tmp_path)
+    saved = model.state_dict()
+    assert again.state_dict().keys() == saved.keys()
+    assert all(torch.equal(value, saved[key]) for key, value in again.state_dict().items())
+    one, other = (x.get_submodule(PARTS[name]) for x in (model, again))
+    torch.testing.assert_close(one.rotary_emb.inv_freq, other.rotary_emb.inv_freq)
+    if "audio" not in PARTS[name]:
+        with torch.no_grad():
+            found, wanted = (x(input_ids=tokens(150))[0] for x in (other, one))
+        torch.testing.assert_close(found, wanted, atol=0, rtol=0)
+    rope_ext.unpatch(part)
+    assert changed(before, snapshot(model)) == set()
+
+
+def test_a_decoder_patched_by_itself_does_not_come_back_as_both_halves(tmp_path: Path) -> None:
+    model = built(WITH_TOKENS[0])
+    rope_ext.patch(model.get_decoder(), "rerope", factor=4)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(rope_ext.RecordError):
+        rope_ext.from_pretrained(tmp_path)
+
+
+def test_describe_names_an_encoder_of_sound_that_can_be_patched_by_itself() -> None:
+    model = built("GlmAsrForConditionalGeneration")
+    assert "rope_ext.patch(model.model.audio_tower" in str(rope_ext.describe(model))
+    rope_ext.patch(model, "yarn", factor=4)
+    assert "rope_ext.patch(model.model.audio_tower" in str(rope_ext.describe(model))
+    rope_ext.patch(model.model.audio_tower, "yarn", factor=2)
+    assert rope_ext.describe(model.model.audio_tower).target_length == 2 * LENGTH
+
+
+def test_a_rotary_module_is_no_model() -> None:
+    with pytest.raises(rope_ext.UnsupportedModelError, match="pass the model"):
+        rope_ext.patch(built("LlamaForCausalLM").model.rotary_emb, "yarn", factor=2)
+
+
 @pytest.mark.parametrize("name", ["self_extend", "string"])
 def test_position_methods_equal_their_formula_in_both_halves(name: str) -> None:
     model, given = built(WITH_TOKENS[0]).double(), METHODS[name]

@@ -17,7 +17,6 @@ from rope_ext.errors import ExportError
 from rope_ext.quoting import shell_join
 from rope_ext.version import __version__
 
-
 app = typer.Typer(cls=Commands, rich_markup_mode=None)
 
 

@@ -272,9 +272,7 @@ def _without_patch(
     )
 
 
-def _case(
-    model: nn.Module, use: Purpose, target: int, finetune: bool, engine: str | None
-) -> _Case:
+def _case(model: nn.Module, use: Purpose, target: int, finetune: bool, engine: str | None) -> _Case:
     """Read what a recommendation depends on; raises OptionError if ``target`` tokens need none."""
     decoder = text_decoder(model)
     site = first_site(model)

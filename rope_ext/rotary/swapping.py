@@ -57,9 +57,10 @@ def separate_configurations(
 ) -> list[tuple[Any, Any]]:
     """Give all modules of ``model`` copies of their configurations until ``changes`` are undone.
 
-    Returns pairs of an original and its copy. Other models may hold the same objects, and must not follow what a patch writes into them. Call
-    it before any other change. Fields that the user sets meanwhile, such as ``use_cache``, are
-    carried back; those that the patch has ``written`` are not.
+    Returns pairs of an original and its copy. Other models may hold the same objects, and must not
+    follow what a patch writes into them. Call it before any other change. Fields that the user sets
+    meanwhile, such as ``use_cache``, are carried back; those that the patch has ``written`` are
+    not.
     """
     own: dict[int, Any] = {}  # the memo of deepcopy: copies by the id of what they were made from
     swapped = []

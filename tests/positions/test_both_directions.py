@@ -145,30 +145,47 @@ def test_bfloat16_stays_close_to_float32() -> None:
     assert float((found - wanted).norm() / wanted.norm()) < 0.05
 
 
-HEADS = {
-    "ModernBertForSequenceClassification": 2,
-    "ModernBertForTokenClassification": 2,
-    "ModernBertForMaskedLM": 2,
-    "ModernBertForQuestionAnswering": 2,
-    "EuroBertForSequenceClassification": 2,
-    "NomicBertForMaskedLM": 2,
-}
+HEADS = (
+    "ModernBertForSequenceClassification",
+    "ModernBertForTokenClassification",
+    "ModernBertForMaskedLM",
+    "ModernBertForQuestionAnswering",
+    "EuroBertForSequenceClassification",
+    "EuroBertForTokenClassification",
+    "NomicBertForMaskedLM",
+    "GteForSequenceClassification",
+    "JinaEmbeddingsV3ForQuestionAnswering",
+    "LlamaForSequenceClassification",  # rewards and rerankers
+    "Qwen3ForTokenClassification",
+)
 
 
 @pytest.mark.every
 @pytest.mark.parametrize("name", HEADS)
-def test_heads_give_the_same_for_a_padded_text(name: str) -> None:
-    model = patched(encoder(name), "self_extend")
+def test_heads_of_padded_texts_equal_the_formula(name: str) -> None:
+    model = encoder(name).double()
+    model.config.is_causal = False
     texts = [tokens(90), tokens(47, 1)]
     ids, mask, _ = padded(texts, "right")
+    model.config.pad_token_id = int(ids[1, -1])  # which of a text's tokens is the last
+    options = METHODS["self_extend"]
+    wanted = []
+    for text in texts:
+        places = torch.arange(len(text))[None]
+        with (
+            torch.no_grad(),
+            in_both_directions(model, "self_extend", places, 0 * places, log_n=LENGTH, **options),
+        ):
+            wanted.append(model(text[None]))
     with torch.no_grad():
-        found, alone = model(ids, attention_mask=mask), model(texts[1][None])
-    for part in ("logits", "start_logits", "end_logits"):
-        if part in found:
-            wanted = alone[part][0]
-            of_row = found[part][1]
-            of_row = of_row[:47] if len(of_row) == 90 else of_row
-            torch.testing.assert_close(of_row, wanted, **CLOSE)
+        found = patched(model, "self_extend")(ids, attention_mask=mask)
+    parts = [part for part in ("logits", "start_logits", "end_logits") if part in found]
+    assert parts
+    for part in parts:
+        for row, one in enumerate(wanted):
+            of_row = found[part][row]
+            of_row = of_row[: len(texts[row])] if len(of_row) == 90 else of_row
+            torch.testing.assert_close(of_row, one[part][0], **CLOSE)
 
 
 FAMILIES = (
@@ -197,14 +214,27 @@ def whole(name: str) -> nn.Module:
     return model
 
 
-@pytest.mark.every
+@pytest.mark.parametrize("method", BOTH)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_families_equal_the_formula(name: str) -> None:
+def test_families_equal_the_formula(name: str, method: str) -> None:
     model, ids = whole(name).double(), tokens(90)[None]
-    wanted = by_oracle(model, ids, "self_extend", **METHODS["self_extend"])
-    given = {"original_max_position_embeddings": LENGTH, **METHODS["self_extend"]}
-    found = states(patched(model, "self_extend", **given), ids)
+    wanted = by_oracle(model, ids, method, **METHODS[method])
+    given = {"original_max_position_embeddings": LENGTH, **METHODS[method]}
+    found = states(patched(model, method, **given), ids)
     torch.testing.assert_close(found, wanted, **CLOSE)
+
+
+@pytest.mark.parametrize("kernel", ["flash", "flex", "reference"])
+@pytest.mark.parametrize("method", BOTH)
+def test_every_kernel_equals_the_formula_for_padded_texts(method: str, kernel: str) -> None:
+    model, texts = encoder().double(), [tokens(90), tokens(47, 1)]
+    ids, mask, _ = padded(texts, "left")
+    wanted = [by_oracle(model, text[None], method, **METHODS[method])[0] for text in texts]
+    found = states(
+        patched(model, method, kernel=kernel, **METHODS[method]), ids, attention_mask=mask
+    )
+    for row, one in enumerate(wanted):
+        torch.testing.assert_close(found[row][mask[row] == 1], one, **CLOSE)
 
 
 @pytest.mark.parametrize("name", ["ModernBertModel", "gemma3_text"])
@@ -269,7 +299,13 @@ def test_a_patched_encoder_is_saved_and_loaded(tmp_path) -> None:
 
 
 @pytest.mark.slow
-def test_a_compiled_encoder_gives_the_same(no_graphs) -> None:
-    model, ids = patched(encoder()), tokens(90)[None]
-    wanted = states(model, ids)
-    torch.testing.assert_close(states(torch.compile(model), ids), wanted, **CLOSE)
+@pytest.mark.parametrize("name", ["EuroBertModel", "ModernBertModel", "gemma3_text"])
+@pytest.mark.parametrize("method", ["rerope", "self_extend", "lm_infinite", "t5"])
+def test_a_compiled_encoder_gives_the_same(no_graphs, name: str, method: str) -> None:
+    options = {"original_max_position_embeddings": LENGTH, **METHODS.get(method, {})}
+    model, texts = whole(name), [tokens(90), tokens(47, 1)]
+    rope_ext.patch(model, method, **({} if method == "t5" else {"factor": 4}), **options)
+    ids, mask, _ = padded(texts, "right")
+    wanted = states(model, ids, attention_mask=mask)
+    found = states(torch.compile(model), ids, attention_mask=mask)
+    torch.testing.assert_close(found[mask == 1], wanted[mask == 1], **CLOSE)

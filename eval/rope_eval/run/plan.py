@@ -181,9 +181,7 @@ def _embeds(tasks: Sequence[Task]) -> bool:
     return any(task.embeds for task in tasks)
 
 
-def _require_purpose(
-    settings: Settings, tasks: Sequence[Task], configs: Mapping[str, Any]
-) -> None:
+def _require_purpose(settings: Settings, tasks: Sequence[Task], configs: Mapping[str, Any]) -> None:
     """Raise OptionError for a model that does not give what the tasks measure."""
     require = models.require_unlabelled if _embeds(tasks) else models.require_causal
     for model, config in configs.items():

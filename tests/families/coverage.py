@@ -53,6 +53,7 @@ from tests.families.zoo import (
     class_name,
     image_text_types,
     model_types,
+    not_importable,
     other_classes,
     rotating_modules,
     tiny_model,
@@ -359,11 +360,18 @@ then, too.
 
 {_markdown(("families", "verdict", "", "reason"), _grouped(left))}
 
+{_not_examined()}
+
 Each class is built as a tiny random model with a trained length of {LENGTH} tokens, patched with
 factor {FACTOR} and run on {TOKENS}. `python -m tests.families.coverage --write docs/FAMILIES.md`
 wrote this page with transformers {transformers.__version__} and torch {torch.__version__};
 `tests/families/test_families.py` and `test_other_classes.py` compare its verdicts.
 """
+
+
+def _not_examined() -> str:
+    named = [f"`{module}` ({package})" for module, package in not_importable().items()]
+    return f"Not examined, for want of a package: {', '.join(named) or 'none'}."
 
 
 def _rotary(results: list[FamilyResult]) -> list[FamilyResult]:

@@ -378,11 +378,25 @@ def other_classes(module: str) -> list[type[PreTrainedModel]]:
     mapped = {class_name(name) for name in (*model_types(), *image_text_types())}
     try:
         found = importlib.import_module(f"transformers.models.{module}")
-    except ModuleNotFoundError:  # it imports a package that transformers does not require
+    except ModuleNotFoundError:  # see not_importable
         return []
     made = (getattr(found, name) for name in found.__all__ if name not in mapped)
     models = [one for one in made if isinstance(one, type) and issubclass(one, PreTrainedModel)]
     return [one for one in models if not one.__name__.endswith("PreTrainedModel")]
+
+
+def not_importable() -> dict[str, str]:
+    """By module of `rotating_modules`, the package that it imports and that is not installed.
+
+    Transformers does not require it.
+    """
+    missing = {}
+    for module in rotating_modules():
+        try:
+            importlib.import_module(f"transformers.models.{module}")
+        except ModuleNotFoundError as error:
+            missing[module] = str(error.name)
+    return missing
 
 
 def rotating_modules() -> list[str]:

@@ -7,11 +7,13 @@ For every factor, arm and seed, recipes/finetune.py trains SmolLM2 (8192 tokens)
 on text of Python's standard library: ``pose`` on rows of 2048 tokens with PoSE, ``full`` on rows as
 long as the target, with as many tokens. Then ``rope-ext eval`` measures perplexity on held-out
 text: 8 documents within the trained length, 3 at two and four times that length; and 20 decoded
-passkeys at twice the trained length; beside the unpatched model and untrained YaRN. Each report has
-intervals over documents or prompts; the reports of several seeds are not summarized.
+passkeys at twice the trained length; beside the unpatched model and untrained YaRN. What is quick
+comes first for all of them. Each report has intervals over documents or prompts; the reports of
+several seeds are not summarized.
 
 Each command resumes where it stopped, and ``--minutes`` begins none after that time, so that the
-same line continues on another day. ``--dry-run`` prints the commands.
+same line continues on another day. Several processes with one ``--output`` share the work, one
+command at a time each. ``--dry-run`` prints the commands.
 """
 
 from __future__ import annotations
@@ -22,14 +24,28 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 from checkpoints.pretrained import smollm2
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes" / "own_model_yarn_lora.yaml"
 ARMS = ("pose", "full")
+_ADAPTER = "rope_ext.json"
+"""The last file that a training writes."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command, the file that marks it as done, and the file without which it cannot run."""
+
+    done: Path
+    words: list[str]
+    needs: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -83,40 +99,61 @@ class Study:
         """The directory of a training."""
         return self.output / f"{arm}-{factor}x-{seed}"
 
-    def measurements(self, factor: int, adapter: Path | None) -> Iterator[list[str]]:
+    def measurements(self, factor: int, adapter: Path | None) -> Iterator[Command]:
         """The commands that measure one adapter; None: the model without and with YaRN."""
-        twice = 2 * self.trained
-        target = min(4, factor) * self.trained
+        twice, target = 2 * self.trained, min(4, factor) * self.trained
         folder = self.output / f"untrained-{factor}x" if adapter is None else adapter
         inside, beyond = self.documents
-        long = f"{twice},{target}" if target > twice else str(target)
-        for name, task, lengths, options in (
-            ("inside", "perplexity", str(self.trained), ["--windows", str(inside)]),
-            ("beyond", "perplexity", long, ["--windows", str(beyond)]),
-            ("passkeys", "passkey", str(twice), ["--trials", str(self.passkeys), "--digits", "3"]),
-        ):
+        keys = ["--trials", str(self.passkeys), "--digits", "3"]
+        parts = [
+            ("inside", "perplexity", self.trained, ["--windows", str(inside)]),
+            ("twice", "perplexity", twice, ["--windows", str(beyond)]),
+            ("passkeys", "passkey", twice, keys),
+            ("target", "perplexity", target, ["--windows", str(beyond)]),
+        ]
+        for name, task, length, options in parts if target > twice else parts[:-1]:
             words = ["--model", self.model, "--factor", str(factor), "--dtype", "bfloat16"]
             words += ["--method", "none,yarn" if adapter is None else "adapter"]
             words += [] if adapter is None else ["--adapter", str(adapter)]
-            words += ["--trained-length", str(self.trained), "--lengths", lengths, "--force"]
+            words += ["--trained-length", str(self.trained), "--lengths", str(length), "--force"]
             report = folder / f"report-{name}"
             words += [*options, "--output", str(report), "--resume"]
-            yield [sys.executable, "-m", "rope_ext", "eval", task, *words]
+            yield Command(
+                folder / f"done-{name}",
+                words=[sys.executable, "-m", "rope_ext", "eval", task, *words],
+                needs=None if adapter is None else adapter / _ADAPTER,
+            )
 
 
 def commands(
     study: Study, factors: Sequence[int], arms: Sequence[str], seeds: Sequence[int]
-) -> Iterator[tuple[Path, list[str]]]:
-    """All commands in order, each with the file that marks it as done."""
+) -> Iterator[Command]:
+    """All commands, the first of them first: trainings, then the same measurement of all."""
     for factor in factors:
-        for number, words in enumerate(study.measurements(factor, None)):
-            yield study.output / f"untrained-{factor}x" / f"done-{number}", words
+        adapters: list[Path | None] = [None]
         for seed in seeds:
             for arm in arms:
                 folder = study.adapter(factor, arm, seed)
-                yield folder / "rope_ext.json", study.training(factor, arm, seed)
-                for number, words in enumerate(study.measurements(factor, folder)):
-                    yield folder / f"done-{number}", words
+                yield Command(folder / _ADAPTER, words=study.training(factor, arm, seed))
+                adapters.append(folder)
+        every = [study.measurements(factor, adapter) for adapter in adapters]
+        for same in zip(*every, strict=True):
+            yield from same
+
+
+def take(waiting: Sequence[Command]) -> tuple[Command, FileLock] | None:
+    """Choose and lock the first command that can run now; None: there is none."""
+    for command in waiting:
+        if command.done.exists() or (command.needs is not None and not command.needs.exists()):
+            continue
+        command.done.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(command.done.with_suffix(".lock"))
+        with suppress(Timeout):
+            lock.acquire(blocking=False)
+            if not command.done.exists():
+                return command, lock
+            lock.release()
+    return None
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -151,18 +188,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
         documents=tuple(args.documents),
         passkeys=args.passkeys,
     )
-    for mark, words in commands(study, args.factors, args.arms, seeds=args.seeds):
-        if args.dry_run:
-            print(shlex.join(words))
-        elif not mark.exists():
+    every = [*commands(study, args.factors, args.arms, seeds=args.seeds)]
+    if args.dry_run:
+        for command in every:
+            print(shlex.join(command.words))
+        return
+    while (begin := take(every)) is not None:
+        command, lock = begin
+        with lock:
             if time.monotonic() - begun > 60 * args.minutes:
-                print(f"{mark.parent}: not measured yet; run the same command again")
+                print(f"{command.done.parent}: not measured yet; run the same command again")
                 return
-            print(shlex.join(words), flush=True)
-            subprocess.run(words, cwd=ROOT, check=True)
+            print(shlex.join(command.words), flush=True)
+            subprocess.run(command.words, cwd=ROOT, check=True)
             # After the command has ended well, so that a killed one is run again.
-            mark.parent.mkdir(parents=True, exist_ok=True)
-            mark.touch(exist_ok=True)
+            command.done.touch(exist_ok=True)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from tests.helpers.sources import OURS, PACKAGES, ROOT, nodes
 ROOMS = {
     "rope_ext": (
         "errors import_path quoting version",
-        "requirements methods",
+        "requirements engine_names methods",
         "encodings",
         "options",
         "config attention",

@@ -377,7 +377,7 @@ def test_command_line(tmp_path) -> None:
     assert result.exit_code == 0, result.output
     assert "--rope-scaling yarn --rope-scale 4.0 --yarn-orig-ctx 64" in result.stdout
     result = CliRunner().invoke(app, [*words, "tgi"])
-    assert result.exit_code == 2 and "'tgi' is not one of 'vllm'" in result.stderr
+    assert result.exit_code == 2 and "'tgi' is not known; choose one of 'vllm'" in result.stderr
     result = CliRunner().invoke(app, [*words, "vllm", "--output", str(tmp_path)])
     assert result.exit_code == 2 and "its settings are in the command" in result.stderr
     result = CliRunner().invoke(app, [*words, "mlx", "--output", str(tmp_path)])

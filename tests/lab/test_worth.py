@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,11 +38,32 @@ def test_what_is_done_is_not_run_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     run: list[list[str]] = []
-    monkeypatch.setattr(worth.subprocess, "run", lambda words, **options: run.append(words))
+
+    def ran(words: list[str], **options: Any) -> None:
+        run.append(words)
+        if "--output_dir" in words:
+            (Path(words[words.index("--output_dir") + 1]) / "rope_ext.json").touch()
+
+    monkeypatch.setattr(worth.subprocess, "run", ran)
     words = ["--model", "MODEL", "--output", str(tmp_path), "--factors", "8", "--seeds", "42"]
     worth.main([*words, "--minutes", "0"])
     assert not run and "run the same command again" in capsys.readouterr().out
     worth.main(words)
-    assert len(run) == 7  # three measurements before and after one training
+    assert len(run) == 9  # four measurements before and after one training
     worth.main(words)
-    assert len(run) == 7
+    assert len(run) == 9
+
+
+def test_two_processes_share_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    study = worth.Study(model="MODEL", output=tmp_path)
+    every = [*worth.commands(study, [4], ["pose"], seeds=[42, 43])]
+    training, other, untrained, trained, *_ = every
+    first = worth.take(every)
+    second = worth.take(every)
+    third = worth.take(every)
+    assert first and second and third
+    assert [one[0] for one in (first, second, third)] == [training, other, untrained]
+    training.done.touch()
+    first[1].release()
+    fourth = worth.take(every)
+    assert fourth and fourth[0] == trained

@@ -193,9 +193,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for command in every:
             print(shlex.join(command.words))
         return
-    while (begin := take(every)) is not None:
-        command, lock = begin
-        with lock:
+    while (taken := take(every)) is not None:
+        command, lock = taken
+        try:
             if time.monotonic() - begun > 60 * args.minutes:
                 print(f"{command.done.parent}: not measured yet; run the same command again")
                 return
@@ -203,6 +203,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             subprocess.run(command.words, cwd=ROOT, check=True)
             # After the command has ended well, so that a killed one is run again.
             command.done.touch(exist_ok=True)
+        finally:
+            lock.release()
 
 
 if __name__ == "__main__":

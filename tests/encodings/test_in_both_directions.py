@@ -14,12 +14,14 @@ from transformers.models.t5.modeling_t5 import T5Attention
 import rope_ext
 from tests.helpers.both_directions import (
     CLOSE,
+    FAMILIES,
     Layer,
     attention_modules,
     encoder,
     in_both_directions,
     states,
     tokens,
+    whole,
 )
 from tests.helpers.models import LENGTH
 from tests.helpers.positions import padded
@@ -136,11 +138,11 @@ def oracle(
         return states(model, ids)
 
 
-@pytest.mark.every
 @pytest.mark.parametrize("name", CASES)
-def test_encodings_equal_their_formula_in_both_directions(name: str) -> None:
+@pytest.mark.parametrize("family", ["EuroBertModel", *FAMILIES])
+def test_encodings_equal_their_formula_in_both_directions(name: str, family: str) -> None:
     formula, options = CASES[name]
-    model, ids = encoder().double(), tokens(60)[None]
+    model, ids = whole(family).double(), tokens(60)[None]
     with rope_ext.patched(model, name, factor=2, **options):
         learned = randomized(model)
         found = states(model, ids)

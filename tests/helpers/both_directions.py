@@ -16,7 +16,7 @@ import torch
 import transformers
 from torch import nn
 
-from tests.families.zoo import tiny_of
+from tests.families.zoo import tiny_model, tiny_of
 from tests.helpers.distances import EVERY
 from tests.helpers.models import attending_by
 
@@ -33,6 +33,32 @@ def tokens(count: int, seed: int = 0) -> torch.Tensor:
 
 def encoder(name: str = "EuroBertModel", **overrides: Any) -> nn.Module:
     return tiny_of(getattr(transformers, name), **overrides)
+
+
+FAMILIES = (
+    "ModernBertModel",  # windows in most layers
+    "NomicBertModel",
+    "GteModel",
+    "JinaEmbeddingsV3Model",
+    "UltrabertModel",
+    "EmbeddingGemma2TextModel",
+    "gemma3_text",  # EmbeddingGemma, whose mask is a function of its own
+    "llama",
+    "qwen3",
+    "mistral",
+)
+
+
+def whole(name: str) -> nn.Module:
+    """An encoder, or a decoder that reads in both directions."""
+    if name == "gemma3_text":
+        return tiny_model(name, use_bidirectional_attention=True).model
+    if name[0].isupper():
+        return encoder(name)
+    without_window = {"sliding_window": None} if name == "mistral" else {}
+    model = tiny_model(name, **without_window).model
+    model.config.is_causal = False
+    return model
 
 
 def states(model: nn.Module, ids: torch.Tensor, **given: Any) -> torch.Tensor:

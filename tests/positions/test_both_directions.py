@@ -12,11 +12,13 @@ import rope_ext
 from tests.families.zoo import tiny_model
 from tests.helpers.both_directions import (
     CLOSE,
+    FAMILIES,
     LOG_N,
     encoder,
     in_both_directions,
     states,
     tokens,
+    whole,
 )
 from tests.helpers.models import LENGTH
 from tests.helpers.positions import METHODS, TOLD, padded
@@ -186,32 +188,6 @@ def test_heads_of_padded_texts_equal_the_formula(name: str) -> None:
             of_row = found[part][row]
             of_row = of_row[: len(texts[row])] if len(of_row) == 90 else of_row
             torch.testing.assert_close(of_row, one[part][0], **CLOSE)
-
-
-FAMILIES = (
-    "ModernBertModel",  # windows in most layers
-    "NomicBertModel",
-    "GteModel",
-    "JinaEmbeddingsV3Model",
-    "UltrabertModel",
-    "EmbeddingGemma2TextModel",
-    "gemma3_text",  # EmbeddingGemma, whose mask is a function of its own
-    "llama",
-    "qwen3",
-    "mistral",
-)
-
-
-def whole(name: str) -> nn.Module:
-    """An encoder, or a decoder that reads in both directions."""
-    if name == "gemma3_text":
-        return tiny_model(name, use_bidirectional_attention=True).model
-    if name[0].isupper():
-        return encoder(name)
-    without_window = {"sliding_window": None} if name == "mistral" else {}
-    model = tiny_model(name, **without_window).model
-    model.config.is_causal = False
-    return model
 
 
 @pytest.mark.parametrize("method", BOTH)

@@ -150,7 +150,9 @@ def test_the_pages_and_recommend_have_the_shipped_numbers() -> None:
     unpatched, self_extend = (row["at"]["2"] for row in (unpatched, self_extend))
     claims = re.sub(r"\s+", " ", readme)
     assert f"its perplexity is {unpatched['perplexity']:,.0f}. After this line" in claims
-    assert f"its perplexity is {self_extend['perplexity']:.2f}, and short prompts" in claims
+    keys = "it answers {found} of {of} questions for a passkey".format(**self_extend["passkey"])
+    assert f"its perplexity is {self_extend['perplexity']:.2f}, {keys} (before: none)" in claims
+    assert unpatched["passkey"]["found"] == 0
     front = ("unpatched", "yarn", "dynamic_yarn", "self_extend", "rerope")
     # Only a passkey that was decoded may be on the front page.
     assert ("passkeys" in pages.short(shipped)) == shipped.decoded(front, "passkey", 2)
@@ -271,7 +273,7 @@ def test_the_page_of_an_embedder_has_what_each_method_found() -> None:
     assert "20 of 25, 80% [59, 93]" in table and "**+56.0" in table
     assert retrieval_page.table(evidence, 4) == ""
     methods = retrieval_page.summary(evidence)["methods"]
-    assert methods["yarn"] == {"at": {"2": {"retrieval": {"found": 20, "of": 25}}}}
+    assert methods["yarn"] == {"at": {"2": {"retrieval": {"found": 20, "of": 25, "clear": True}}}}
     assert methods["unpatched"]["at"]["2"]["retrieval"] == {"found": 6, "of": 25, "cut": 5}
 
 

@@ -13,7 +13,8 @@ several seeds are not summarized.
 
 Each command resumes where it stopped, and ``--minutes`` begins none after that time, so that the
 same line continues on another day. Several processes with one ``--output`` share the work, one
-command at a time each. ``--dry-run`` prints the commands.
+command at a time each; one ends when all that is left waits for others. ``--dry-run`` prints the
+commands.
 """
 
 from __future__ import annotations

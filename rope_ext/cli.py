@@ -74,7 +74,7 @@ def recommend(
     Options:
         finetune: Assume that you fine-tune the model for this length.
         calibration: Output file or directory of `rope-ext calibrate`.
-        engine: Only methods that this engine of `export` can run.
+        engine: Only methods that it can run: vllm, sglang, llama.cpp, ollama, mlx, transformers.
         text: Text to evaluate on, for the next commands. Repeatable.
     """
     import rope_ext

@@ -6,7 +6,7 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -47,11 +47,12 @@ from rope_ext.rotary.swapping import (
     Changes,
     Grown,
     guard_buffers,
-    joined_configurations,
+    originals,
     separate_configurations,
     set_attribute,
     undo,
     wrap,
+    written_back,
 )
 from rope_ext.saving import gguf_source
 
@@ -77,8 +78,6 @@ class Patch(PatchTarget, Applied):
     options: Options
     record: Record
     changes: Changes
-    configurations: list[tuple[Any, Any]]
-    """Pairs of a configuration as it was before the patch, and the copy that has the patch."""
 
     @property
     def frequencies(self) -> FrequencyMethod | None:
@@ -259,7 +258,9 @@ def unpatch(model: Model) -> Model:
     """
     states = _patches(model)
     if not states:
-        raise NotPatchedError("this model is not patched, so there is nothing to undo")
+        parts = [f"model.{name}" for name in _states(model)] if is_patched(model) else []
+        how = f"; undo the patch of {' and '.join(parts)} by itself" if parts else ""
+        raise NotPatchedError(f"this model is not patched, so there is nothing to undo{how}")
     with torch.inference_mode(False):
         for state in states:
             undo(state.changes)
@@ -340,14 +341,65 @@ def current_patch(model: nn.Module) -> Patch | None:
     return next(filter(None, states), None)
 
 
-def with_parts(model: nn.Module) -> AbstractContextManager[None]:
+def whole_patch(model: nn.Module) -> Patch | None:
+    """The active patch if the same call with ``model`` itself gives the same; else None.
+
+    Not that of one half, or of a part that reads no text.
+    """
+    state = current_patch(model)
+    if state is None or state.model is unwrap(model):
+        return state
+    return state if text_parts(model) == [state.decoder] else None
+
+
+@contextmanager
+def saving_parts(model: nn.Module) -> Iterator[None]:
     """Let the configuration of ``model`` say what parts of it were patched by themselves.
 
-    A patch of a part, such as ``model.get_encoder()``, does not know the model around it.
+    A patch of a part, such as ``model.get_encoder()``, does not know the model around it. Warns of
+    a part whose patch cannot be saved there.
     """
-    states = (vars(part).get(_STATE) for part in model.modules())
-    pairs = [pair for one in states if isinstance(one, Patch) for pair in one.configurations]
-    return joined_configurations(model, pairs)
+    if not is_patched(model):
+        yield
+        return
+    with _lock:
+        said = []
+        for part, state in _states(model).items():
+            if (reason := _not_saved(model, state)) is None:
+                said.append(state.model)
+            else:
+                _logger.warning(
+                    "rope_ext: %s is saved without the patch of %s (%s): patch it again after "
+                    "loading",
+                    type(model).__name__,
+                    part,
+                    reason,
+                )
+        with written_back(model, said, WRITTEN):
+            yield
+
+
+def _states(model: nn.Module) -> dict[str, Patch]:
+    """Return all patches in a model, each once, by the name of what they changed."""
+    found: dict[int, tuple[str, Patch]] = {}
+    for name, part in model.named_modules():
+        state = vars(part).get(_STATE)
+        if isinstance(state, Patch):
+            found.setdefault(id(state.changes), (name, state))
+    return dict(found.values())
+
+
+def _not_saved(model: nn.Module, state: Patch) -> str | None:
+    """Return why the configuration of a model cannot say that a part is patched; None: it can."""
+    parts = text_parts(model)
+    if state.model is unwrap(model) or parts == [state.decoder]:
+        return None
+    if getattr(text_config(state.decoder), FIELD, None) is not None:
+        return "its record would be read as one of the whole model"
+    shared = originals(state.model)
+    if any(text_config(part) is one for part in parts for one in shared):
+        return "both halves read one configuration"
+    return None
 
 
 def is_patched(model: Any) -> bool:
@@ -405,7 +457,7 @@ def _patch(
     forget_pages(model)
     try:
         changes.append(functools.partial(forget_pages, model))
-        separated = separate_configurations(given, WRITTEN, changes)
+        separate_configurations(given, WRITTEN, changes)
         halves = [_decoder_half(places, method, options, apply=apply, changes=changes)]
         for place in places[1:]:
             # Of its own: an encoder that refuses the method is undone, and the decoder stays
@@ -437,7 +489,7 @@ def _patch(
             _add_warnings(half.place, half.record, changes)
             # Last, since a decoder with a state counts as patched.
             changes.append(functools.partial(_forget, half.place.decoder))
-            half.place.decoder.__dict__[_STATE] = half.state(options, changes, separated)
+            half.place.decoder.__dict__[_STATE] = half.state(options, changes)
     except BaseException:
         undo(changes)
         raise
@@ -453,9 +505,7 @@ class _Half:
     values: dict[str, Any]  # configuration fields and their new values
     notes: list[str]
 
-    def state(
-        self, options: Options, changes: Changes, configurations: list[tuple[Any, Any]]
-    ) -> Patch:
+    def state(self, options: Options, changes: Changes) -> Patch:
         applied = replace(self.applied, notes=tuple(self.notes))
         return Patch(
             **vars(self.place),
@@ -463,7 +513,6 @@ class _Half:
             options=options,
             record=self.record,
             changes=changes,
-            configurations=configurations,
         )
 
 

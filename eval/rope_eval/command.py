@@ -116,10 +116,14 @@ def _help(tasks: Sequence[str], comparing: bool) -> str:
 
 def _compared(given: Settings, own: Mapping[str, Any]) -> Sequence[str]:
     """Return the tasks of ``compare`` for these models; raises OptionError for others' options."""
-    from rope_ext.saving.checkpoints import load_config, purpose
+    from rope_ext.saving.checkpoints import load_config, purpose, require_unlabelled
 
-    embeds = bool(given.models) and bool(given.lengths) and not given.url
-    embeds = embeds and all(purpose(load_config(m), m) == "embeddings" for m in given.models)
+    embeds = False
+    if given.models and given.lengths and not given.url:
+        configs = {model: load_config(model) for model in given.models}
+        for model, config in configs.items():
+            require_unlabelled(model, config)
+        embeds = all(purpose(config, model) == "embeddings" for model, config in configs.items())
     tasks, others = (EMBEDDED, COMPARED) if embeds else (COMPARED, EMBEDDED)
     known = {field.name for cls in chosen(tasks) for field in option_fields(cls)}
     for cls in chosen(others):

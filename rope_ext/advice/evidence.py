@@ -98,7 +98,7 @@ def _at(numbers: Mapping[str, Any], unpatched: Mapping[str, Any], factor: str) -
         said.append(f"{passkey['found']} of {passkey['of']} passkeys there{how}")
     if retrieval := numbers.get("retrieval"):
         other = unpatched["retrieval"]
-        chance = "" if retrieval["clear"] else ", too close to tell"
+        chance = "" if retrieval.get("clear", True) else ", too close to tell"
         said.append(
             f"{retrieval['found']} of {retrieval['of']} questions {where} (unpatched "
             f"{other['found']}{chance}, and {other['cut']} if every text is cut at its window)"

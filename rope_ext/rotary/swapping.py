@@ -11,18 +11,24 @@ import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from rope_ext.rotary.sites import RotarySite
+from rope_ext.config.nested import configurations as nested
+from rope_ext.rotary.sites import RotarySite, unwrap
 
 Changes = list[Callable[[], Any]]
 """Calls that undo changes, in the order of the changes."""
 ABSENT = ...
 """Stands for a missing attribute; pickling preserves its identity."""
+
+
+_SEPARATED = "_rope_ext_configurations"
+"""Attribute of a patched model: what its configurations were separated from."""
 
 
 def undo(changes: Changes) -> None:
@@ -39,8 +45,7 @@ def set_attribute(holder: Any, name: str, value: Any, changes: Changes) -> None:
 
 def keep_attributes(holder: Any, names: tuple[str, ...], changes: Changes) -> None:
     """Restore an object's attributes to their current values when ``changes`` are undone."""
-    own = {name: vars(holder).get(name, ABSENT) for name in names}
-    changes.append(functools.partial(restore, holder, own))
+    changes.append(functools.partial(restore, holder, _fields(holder, names)))
 
 
 def restore(holder: Any, own: dict[str, Any]) -> None:
@@ -52,62 +57,96 @@ def restore(holder: Any, own: dict[str, Any]) -> None:
             vars(holder)[name] = value
 
 
-def separate_configurations(
-    model: nn.Module, written: Iterable[str], changes: Changes
-) -> list[tuple[Any, Any]]:
+@dataclass(eq=False)
+class Separated:
+    """A configuration, and the copy that a patch gave to a model in place of it.
+
+    A later patch of a model around this one copies both again, and keeps them up to date here.
+    """
+
+    original: Any
+    copied: Any
+    before: dict[str, Any]  # fields of the copy as it was made
+
+
+def separate_configurations(model: nn.Module, written: Iterable[str], changes: Changes) -> None:
     """Give all modules of ``model`` copies of their configurations until ``changes`` are undone.
 
-    Returns pairs of an original and its copy. Other models may hold the same objects, and must not
-    follow what a patch writes into them. Call it before any other change. Fields that the user sets
-    meanwhile, such as ``use_cache``, are carried back; those that the patch has ``written`` are
-    not.
+    Other models may hold the same objects, and must not follow what a patch writes into them. Call
+    it before any other change. Fields that the user sets meanwhile, such as ``use_cache``, are
+    carried back; those that the patch has ``written`` are not.
     """
     own: dict[int, Any] = {}  # the memo of deepcopy: copies by the id of what they were made from
-    swapped = []
+    made = []
     for original in [*_configurations(model)]:
-        twin = copy.deepcopy(original, own)
-        swapped.append((original, twin, _frozen(twin)))
-    for module in model.modules():
-        _replace(module, [(original, twin) for original, twin, _ in swapped])
-    changes.append(functools.partial(_give_back, model, swapped, tuple(written)))
-    return [(original, twin) for original, twin, _ in swapped]
+        copied = copy.deepcopy(original, own)
+        made.append(Separated(original, copied, _frozen(copied)))
+    for holder in _holders(model):
+        _replace(holder, [(one.original, one.copied) for one in made])
+    vars(unwrap(model)).setdefault(_SEPARATED, []).extend(made)
+    changes.append(functools.partial(_give_back, model, made, tuple(written)))
+
+
+def originals(model: nn.Module) -> list[Any]:
+    """Return the configurations that a patch of ``model`` itself has separated it from."""
+    return [one.original for one in vars(unwrap(model)).get(_SEPARATED, ())]
 
 
 @contextmanager
-def joined_configurations(model: nn.Module, pairs: list[tuple[Any, Any]]) -> Iterator[None]:
-    """Let the configuration of ``model`` contain the copies that parts of it were given.
+def written_back(
+    model: nn.Module, parts: Iterable[nn.Module], written: Iterable[str]
+) -> Iterator[None]:
+    """Let the configuration of ``model`` contain what patches of ``parts`` have ``written``.
 
-    ``pairs`` are those of :func:`separate_configurations` for the parts.
+    A part, patched by itself, has a copy of what the configuration of the whole contains.
     """
-    holders: list[Any] = [model, *_configurations(model)]
-    before = [dict(vars(holder)) for holder in holders]
-    for holder in holders:
-        _replace(holder, pairs)
+    whole = {id(one) for one in nested(cast("Any", model).config)}
+    before = []
+    for part in parts:
+        for one in vars(part).get(_SEPARATED, ()):
+            if id(one.original) in whole:
+                names = _stored(one.original, written)
+                before.append((one.original, _fields(one.original, names)))
+                restore(one.original, _fields(one.copied, names))
     try:
         yield
     finally:
-        copies = {id(twin) for _, twin in pairs}
-        for holder, own in zip(holders, before, strict=True):
-            for name, value in vars(holder).items():
-                if id(value) in copies:
-                    vars(holder)[name] = own[name]
+        for original, own in reversed(before):
+            restore(original, own)
 
 
-def _give_back(
-    model: nn.Module, swapped: list[tuple[Any, Any, dict[str, Any]]], written: tuple[str, ...]
-) -> None:
+def _give_back(model: nn.Module, made: list[Separated], written: tuple[str, ...]) -> None:
     """Return to the original configurations, with what the user has set in the copies."""
-    back = [(twin, original) for original, twin, _ in swapped]
+    place = vars(unwrap(model))
+    place[_SEPARATED] = [one for one in place[_SEPARATED] if one not in made]
+    if not place[_SEPARATED]:
+        del place[_SEPARATED]
+    back = [(one.copied, one.original) for one in made]
+    for holder in _holders(model):
+        _replace(holder, back)
+    for one in made:
+        now = vars(one.copied)
+        for name in one.before | now:
+            ours = name in _stored(one.original, written)
+            if not ours and not _same(one.before.get(name, ABSENT), now.get(name, ABSENT)):
+                restore(one.original, {name: now.get(name, ABSENT)})
+        _replace(one.original, back)
+
+
+def _stored(config: Any, names: Iterable[str]) -> set[str]:
+    """Return how a family stores fields: max_seq_len is a max_position_embeddings."""
+    return {config.attribute_map.get(name, name) for name in names}
+
+
+def _fields(config: Any, names: Iterable[str]) -> dict[str, Any]:
+    return {name: vars(config).get(name, ABSENT) for name in names}
+
+
+def _holders(model: nn.Module) -> Iterator[Any]:
+    """Yield whatever may hold a configuration of ``model``: modules, and records of its parts."""
     for module in model.modules():
-        _replace(module, back)
-    for original, twin, before in swapped:
-        now = vars(twin)
-        # A family may store a field under another name: max_seq_len is max_position_embeddings.
-        stored = {original.attribute_map.get(name, name) for name in written}
-        for name in before | now:
-            if name not in stored and not _same(before.get(name, ABSENT), now.get(name, ABSENT)):
-                restore(original, {name: now.get(name, ABSENT)})
-        _replace(original, back)
+        yield module
+        yield from vars(module).get(_SEPARATED, ())
 
 
 def _configurations(model: nn.Module) -> Iterator[Any]:

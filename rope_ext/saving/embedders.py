@@ -37,8 +37,8 @@ def kind_of(given: str | os.PathLike[str] | nn.Module) -> str | None:
     if not saved_by_them(str(given)):
         return None
     file = hub.find(str(given), SETTINGS, connection_errors=False)
-    settings = {} if file is None else read_json(Path(file))
-    return str(settings.get("model_type", _DEFAULT))
+    found = {} if file is None else read_json(Path(file))
+    return str((found if isinstance(found, dict) else {}).get("model_type") or _DEFAULT)
 
 
 def load_with(config: PreTrainedConfig, path: str, kwargs: Mapping[str, Any]) -> Any:
@@ -69,8 +69,9 @@ def load_with(config: PreTrainedConfig, path: str, kwargs: Mapping[str, Any]) ->
             if file.name != _CONFIG:
                 _link(file, Path(place) / file.name)
         config.save_pretrained(place)
-        more = {name: value for name, value in kwargs.items() if name not in ("config", "device")}
-        return cls(place, device=kwargs.get("device"), model_kwargs=more)
+        own = {name: kwargs[name] for name in ("device", "trust_remote_code") if name in kwargs}
+        more = {name: kwargs[name] for name in kwargs.keys() - own.keys() - {"config"}}
+        return cls(place, **own, model_kwargs=more)
 
 
 def saved_length(path: str) -> int | None:

@@ -47,7 +47,6 @@ from rope_ext.rotary.sites import (
     ROUNDING,
     RotarySite,
     find_sites,
-    text_config,
     text_decoder,
     text_root,
     unwrap,
@@ -130,8 +129,7 @@ def from_folder(
     if record is not None:
         model = loaded[0] if isinstance(loaded, tuple) else loaded  # with loading info
         stored = _stored(path, kwargs.get("variant"), where)
-        part = _recorded_part(model, config)
-        _patch(part, record, path, stores=[stored], cure="save the complete model again")
+        _patch(model, record, path, stores=[stored], cure="save the complete model again")
         state = not_none(current_patch(model))
         if not record.same(state.record):
             raise RecordError(
@@ -375,16 +373,6 @@ def _class(config: PreTrainedConfig, name: str | None) -> Any:
     if isinstance(cls, type) and issubclass(cls, PreTrainedModel):
         known = name is not None or cls.config_class is type(config)
     return cls if known else getattr(transformers, _CAUSAL)  # for example, remote code
-
-
-def _recorded_part(model: Any, saved: Any) -> Any:
-    """Return the model, or the part of it that was patched by itself, such as its encoder."""
-    pairs = zip(configurations(saved), configurations(unwrap(model).config), strict=False)
-    recorded = [own for one, own in pairs if getattr(one, FIELD, None) is not None]
-    if any(own is text_config(text_decoder(model)) for own in recorded):
-        return model
-    parts = (part for part in model.modules() if isinstance(part, PreTrainedModel))
-    return next((p for p in parts if any(text_config(p) is own for own in recorded)), model)
 
 
 def _patch(model: Any, record: Record, path: str, stores: Iterable[_Store], cure: str) -> None:

@@ -27,7 +27,6 @@ from torch import nn
 from rope_ext import patching
 from rope_ext.errors import AdapterError, RopeExtError, first_line
 from rope_ext.rotary.sites import unwrap
-from rope_ext.saving.checkpoints import load_config, saved_under
 from rope_ext.saving.folder import read_saved
 from rope_ext.saving.load import Sidecar, from_pretrained, save_sidecar, sidecar_of
 
@@ -75,7 +74,7 @@ def _as_method(original: Callable[..., Any], function: Callable[..., Any]) -> Ca
 
 def _save_whole(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     """Save a model with what was patched in parts of it."""
-    with patching.with_parts(model):
+    with patching.saving_parts(model):
         return original(model, *args, **kwargs)
 
 
@@ -83,6 +82,12 @@ def _save(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -
     """Save an adapter, then the patch of its base."""
     result = original(model, *args, **kwargs)
     if not patching.is_patched(model):
+        return result
+    if patching.whole_patch(model) is None:
+        _logger.warning(
+            "rope_ext: the adapter is saved without the patch of a part of its base: patch the "
+            "part again after loading"
+        )
         return result
     given = inspect.signature(original).bind(model, *args, **kwargs)
     # Arguments may be passed by position, and differ between versions of PEFT.
@@ -97,7 +102,7 @@ def _save(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -
 
 def _train(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
     """Compare the models that a trainer uses beside the one that it trains, then train."""
-    if patching.is_patched(trainer.model):
+    if patching.whole_patch(trainer.model) is not None:
         trained = sidecar_of(trainer.model)
         _check_reference(trained, getattr(trainer, "ref_model", None))
         if getattr(trainer.args, "use_vllm", False):
@@ -112,12 +117,16 @@ def _reload(original: Callable[..., Any], trainer: Any, checkpoint: Any) -> None
     one. It cannot load a folder whose patch only rope_ext reloads.
     """
     model = getattr(trainer.model, "_orig_mod", trainer.model)
+    state = patching.current_patch(model) if patching.is_patched(model) else None
     # A checkpoint of an adapter has no configuration of the model.
-    whole = patching.is_patched(model) and (Path(checkpoint) / "config.json").is_file()
-    if whole and saved_under(load_config(str(checkpoint))) is not None:
-        model.load_state_dict(from_pretrained(checkpoint).state_dict())
-    else:
+    if state is None or state.record.plain or not (Path(checkpoint) / "config.json").is_file():
         original(trainer, checkpoint)
+        return
+    options: dict[str, Any] = {"device": "cpu"}
+    if getattr(model, "trust_remote_code", False):
+        options["trust_remote_code"] = True
+    saved = from_pretrained(checkpoint, **options)
+    model.load_state_dict(saved.state_dict())
 
 
 def _check_reference(trained: Sidecar, reference: Any) -> None:

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 import rope_ext
 from rope_ext.cli import app
+from rope_ext.engine_names import ENGINES
 from rope_ext.patching import current_patch
 from tests.families.zoo import tiny_model, tiny_of
 from tests.helpers.checkpoint import save_checkpoint
@@ -295,6 +296,12 @@ def test_a_decoder_read_in_both_directions_is_not_served_causally() -> None:
         rope_ext.export(model, "llama.cpp")
     with pytest.raises(rope_ext.ExportError, match="NTK of its own"):
         rope_ext.export(model, "text-embeddings-inference")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_every_named_engine_answers(engine: str) -> None:
+    model = rope_ext.patch(tiny_llama(), "yarn", factor=4)
+    assert rope_ext.export(model, engine).settings
 
 
 def test_families_and_names_that_were_not_checked_are_refused() -> None:

@@ -122,12 +122,13 @@ PARTS = {
     "LlavaForConditionalGeneration": "model.language_model",
     "LlamaForCausalLM": "model",
 }
+WHOLE = ("LlavaForConditionalGeneration", "LlamaForCausalLM")  # the part is all that is patched
 
 
 @pytest.mark.parametrize("method", ["yarn", "rerope", "dynamic_ntk", "t5"])
 @pytest.mark.parametrize("name", PARTS)
 def test_a_part_patched_by_itself_is_saved_with_the_whole(
-    name: str, method: str, tmp_path: Path
+    name: str, method: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = built(name)
     part = model.get_submodule(PARTS[name])
@@ -141,10 +142,20 @@ def test_a_part_patched_by_itself_is_saved_with_the_whole(
     for key, parameter in part.named_parameters():
         if "rope_ext" in key:
             nn.init.normal_(parameter)
-    patched = snapshot(model)
+    model.config.labelled_by = "somebody"  # whatever is set after the patch
+    patched = model.config.to_dict()
     model.save_pretrained(tmp_path)
-    assert changed(patched, snapshot(model)) == set()
+    assert model.config.to_dict() == patched
+    del model.config.labelled_by
     again = rope_ext.from_pretrained(tmp_path)
+    assert again.config.labelled_by == "somebody"
+    if method != "yarn" and name not in WHOLE:  # said, and left out
+        assert "is saved without the patch of model.encoder" in caplog.text
+        rope_ext.patch(again.get_submodule(PARTS[name]), method, factor=4)
+        if method == "t5":
+            return
+    else:
+        assert "is saved without" not in caplog.text
     saved = model.state_dict()
     assert again.state_dict().keys() == saved.keys()
     assert all(torch.equal(value, saved[key]) for key, value in again.state_dict().items())
@@ -158,12 +169,78 @@ def test_a_part_patched_by_itself_is_saved_with_the_whole(
     assert changed(before, snapshot(model)) == set()
 
 
-def test_a_decoder_patched_by_itself_does_not_come_back_as_both_halves(tmp_path: Path) -> None:
-    model = built(WITH_TOKENS[0])
-    rope_ext.patch(model.get_decoder(), "rerope", factor=4)
+def tower_of(model: Any) -> Any:
+    return model.model.audio_tower
+
+
+def saved_factors(model: Any, folder: Path) -> tuple[float | None, float | None]:
+    """What plain transformers reads of the saved model: the factors of its text and its sound."""
+    model.save_pretrained(folder)
+    config = type(model.config).from_pretrained(folder)
+    parts = (config.text_config, config.audio_config)
+    return tuple(part.rope_parameters.get("factor") for part in parts)  # type: ignore[return-value]
+
+
+def test_a_part_and_the_whole_are_patched_and_unpatched_in_any_order(tmp_path: Path) -> None:
+    model = built("GlmAsrForConditionalGeneration")
     model.save_pretrained(tmp_path)
-    with pytest.raises(rope_ext.RecordError):
-        rope_ext.from_pretrained(tmp_path)
+    before = snapshot(model)
+
+    def whole(factor: int | None) -> None:
+        rope_ext.patch(model, "yarn", factor=factor) if factor else rope_ext.unpatch(model)
+
+    def part(factor: int | None) -> None:
+        tower = tower_of(model)
+        rope_ext.patch(tower, "yarn", factor=factor) if factor else rope_ext.unpatch(tower)
+
+    orders = [
+        [(whole, 2), (part, 3), (whole, None), (part, None)],
+        [(whole, 2), (part, 3), (part, None), (whole, None)],
+        [(part, 3), (whole, 2), (whole, None), (part, None)],
+        [(part, 3), (whole, 2), (part, None), (whole, None)],
+    ]
+    for order in orders:
+        now: dict[Any, int | None] = {whole: None, part: None}
+        for change, factor in order:
+            change(factor)
+            now[change] = factor
+            assert saved_factors(model, tmp_path) == (now[whole], now[part])
+            if now[whole]:
+                with rope_ext.unpatched(model):
+                    assert saved_factors(model, tmp_path) == (None, now[part])
+                assert saved_factors(model, tmp_path) == (now[whole], now[part])
+        assert changed(before, snapshot(model)) == set()
+        assert tower_of(model).config is model.config.audio_config
+
+
+def test_halves_that_read_one_configuration_are_not_confused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = built("MoonshineForConditionalGeneration")
+    rope_ext.patch(model.get_encoder(), "yarn", factor=4)
+    model.save_pretrained(tmp_path)
+    assert "both halves read one configuration" in caplog.text
+    again = rope_ext.from_pretrained(tmp_path)
+    assert not rope_ext.describe(again).method and not rope_ext.describe(tmp_path).method
+
+
+def test_an_adapter_does_not_take_the_patch_of_a_part_for_its_own(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    peft = pytest.importorskip("peft")
+    model = built(WITH_TOKENS[0])
+    rope_ext.patch(model.get_encoder(), "rerope", factor=4)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+    adapted.save_pretrained(tmp_path)
+    assert "without the patch of a part" in caplog.text
+    assert not (tmp_path / "rope_ext.json").exists()
+
+
+def test_unpatching_the_whole_names_the_part_that_is_patched() -> None:
+    model = built("GlmAsrForConditionalGeneration")
+    rope_ext.patch(tower_of(model), "yarn", factor=2)
+    with pytest.raises(rope_ext.NotPatchedError, match=r"model\.model\.audio_tower"):
+        rope_ext.unpatch(model)
 
 
 def test_describe_names_an_encoder_of_sound_that_can_be_patched_by_itself() -> None:

@@ -359,12 +359,13 @@ def saving_parts(model: nn.Module) -> Iterator[None]:
     A patch of a part, such as ``model.get_encoder()``, does not know the model around it. Warns of
     a part whose patch cannot be saved there.
     """
-    if not is_patched(model):
+    parts = {n: one for n, one in _states(model).items() if one.model is not unwrap(model)}
+    if not parts:
         yield
         return
-    with _lock:
+    with _lock:  # the configuration differs while the model is saved
         said = []
-        for part, state in _states(model).items():
+        for name, state in parts.items():
             if (reason := _not_saved(model, state)) is None:
                 said.append(state.model)
             else:
@@ -372,7 +373,7 @@ def saving_parts(model: nn.Module) -> Iterator[None]:
                     "rope_ext: %s is saved without the patch of %s (%s): patch it again after "
                     "loading",
                     type(model).__name__,
-                    part,
+                    name,
                     reason,
                 )
         with written_back(model, said, WRITTEN):
@@ -392,7 +393,7 @@ def _states(model: nn.Module) -> dict[str, Patch]:
 def _not_saved(model: nn.Module, state: Patch) -> str | None:
     """Return why the configuration of a model cannot say that a part is patched; None: it can."""
     parts = text_parts(model)
-    if state.model is unwrap(model) or parts == [state.decoder]:
+    if parts == [state.decoder]:  # it is all that a patch of the whole would change
         return None
     if getattr(text_config(state.decoder), FIELD, None) is not None:
         return "its record would be read as one of the whole model"

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from lab import worth
+from lab import worth, worth_table
 from recipes import settings
+from rope_eval.cases import Outcome
 from tests.helpers.checkpoint import save_checkpoint
 
 
@@ -67,3 +68,42 @@ def test_two_processes_share_the_work(tmp_path: Path, monkeypatch: pytest.Monkey
     first[1].release()
     fourth = worth.take(every)
     assert fourth and fourth[0] == trained
+
+
+def test_the_table_pairs_documents_and_averages_seeds(tmp_path: Path) -> None:
+    def write(folder: str, system: str, more: float, report: str = "inside") -> None:
+        place = tmp_path / folder / f"report-{report}" / "cases.jsonl"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with place.open("a", encoding="utf-8") as log:
+            for number in range(8):
+                one = Outcome(
+                    key=f"{folder}{system}{number}",
+                    system=system,
+                    task="perplexity",
+                    length=worth.Study.trained,
+                    bin=None,
+                    depth=None,
+                    seed=0,
+                    prompt=f"{number}",
+                    answers=(),
+                    group=number,
+                    value=2 + number / 10 + more * (1 + number / 100),
+                    tokens=256,
+                )
+                log.write(one.to_line().decode())
+
+    write("untrained-4x", "unpatched", 0.0)
+    write("untrained-4x", "yarn", 0.2)
+    write("pose-4x-42", "adapter", 0.05)
+    write("pose-4x-43", "adapter", 0.15)
+    write("pose-4x-43", "adapter", 9.0, report="twice")  # measured beside a longer one
+    lines = [*worth_table.table(tmp_path, 4, "pose")]
+    rows = {line.split(" | ")[0].strip("| "): line for line in lines}
+    assert "8 documents" in lines[0] and len(lines) == 3 + 5
+    assert "| **+23.0" in rows["yarn, untrained"] and "| **-14.4" in rows["trained, seed 42"]
+    between = rows["trained, mean of the seeds"]
+    assert "| **+10.9" in between and "| **-9.8" in between
+    log = tmp_path / "pose-4x-43" / "report-inside" / "cases.jsonl"
+    log.write_text("".join(log.read_text("utf-8").splitlines(keepends=True)[:5]))
+    lines = [*worth_table.table(tmp_path, 4, "pose")]
+    assert not any("mean" in line or "seed 43" in line for line in lines)  # not complete

@@ -1,0 +1,119 @@
+"""Write what ``lab.worth`` has measured as a table.
+
+    python -m lab.worth_table runs/worth --factor 4
+
+A row for the unpatched model, for untrained YaRN, for every trained seed, and for the mean of the
+seeds: what is averaged is the loss of each document, or the answer to each prompt. Changes are
+paired on the same documents or prompts, with 95 % intervals over those; how far the seeds are apart
+shows in their rows. A part that some seed lacks is written without the mean.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+
+from lab.worth import Study
+from rope_eval.cases import Outcome, read_outcomes
+from rope_eval.reports.summary import (
+    Estimate,
+    difference,
+    estimate,
+    is_clear,
+    percent,
+    signed,
+)
+from rope_ext.advice.evidence import three_digits
+
+MEAN = "trained, mean of the seeds"
+BASES = ("unpatched", "yarn, untrained")
+KINDS = {"perplexity": "loss", "passkey": "rate"}
+
+
+def read(output: Path, factor: int, arm: str) -> dict[tuple[str, int], dict[str, list[Outcome]]]:
+    """Read all outcomes: by task and length, then by row, each in the order of its prompts."""
+    found: dict[tuple[str, int], dict[str, list[Outcome]]] = {}
+    folders = [output / f"untrained-{factor}x", *sorted(output.glob(f"{arm}-{factor}x-*"))]
+    for folder in folders:
+        for log in sorted(folder.glob("report-*/cases.jsonl")):
+            for one in read_outcomes([log]).values():
+                seed = folder.name.rpartition("-")[2]
+                trained = folder is not folders[0]
+                row = f"trained, seed {seed}" if trained else f"{one.system}, untrained"
+                row = "unpatched" if one.system == "unpatched" else row
+                if one.task != "perplexity" or _asked(log.parent.name, one.length):
+                    found.setdefault((one.task, one.length), {}).setdefault(row, []).append(one)
+    for rows in found.values():
+        for outcomes in rows.values():
+            outcomes.sort(key=lambda one: one.prompt)
+    return found
+
+
+def _asked(report: str, length: int) -> bool:
+    """Whether a length is what a report is of, not one that ``eval`` measures beside it."""
+    return (report == "report-inside") == (length == Study.trained)
+
+
+def with_mean(rows: dict[str, list[Outcome]]) -> dict[str, list[Outcome]]:
+    """Add the row of the mean of the seeds, if every seed has the same prompts."""
+    seeds = [outcomes for name, outcomes in rows.items() if name.startswith("trained, seed")]
+    prompts = {tuple(one.prompt for one in outcomes) for outcomes in seeds}
+    if len(seeds) < 2 or len(prompts) > 1:
+        return rows
+    every = zip(*seeds, strict=True)
+    return {**rows, MEAN: [replace(same[0], value=fmean(o.value for o in same)) for same in every]}
+
+
+def table(output: Path, factor: int, arm: str) -> Iterator[str]:
+    """Yield the lines of a table for each task and length."""
+    for (task, length), rows in sorted(read(output, factor, arm).items()):
+        kind = KINDS[task]
+        count = max(map(len, rows.values()))
+        things = "documents" if kind == "loss" else "prompts"
+        yield f"\n{task} at {length:,} tokens, {count} {things}\n"
+        yield f"| factor {factor} | {task} | less unpatched | less untrained |"
+        yield "| --- | --- | --- | --- |"
+        complete = {name: own for name, own in with_mean(rows).items() if len(own) == count}
+        for name, own in complete.items():
+            others = BASES[: BASES.index(name)] if name in BASES else BASES
+            gaps = [_gap(own, complete.get(other, []), kind) for other in others]
+            gaps += [""] * (len(BASES) - len(gaps))
+            value = estimate(own, kind)
+            said = percent(value) if kind == "rate" else _perplexity(value)
+            yield f"| {name} | {said} | {' | '.join(gaps)} |"
+
+
+def _perplexity(value: Estimate) -> str:
+    ends = (
+        ""
+        if value.low is None or value.high is None
+        else (f" [{three_digits(value.low)}, {three_digits(value.high)}]")
+    )
+    return three_digits(value.value) + ends
+
+
+def _gap(one: Sequence[Outcome], other: Sequence[Outcome], kind: str) -> str:
+    gap = difference(one, other, kind)
+    if gap is None:
+        return ""
+    said = f"{signed(gap)}{'' if kind == 'rate' else ' %'}"
+    return f"**{said}**" if is_clear(gap) else said
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("output", type=Path, nargs="?", default=Path("runs/worth"))
+    parser.add_argument("--factor", type=int, default=4)
+    parser.add_argument("--arm", default="pose", help="pose or full")
+    args = parser.parse_args()
+    for line in table(args.output, args.factor, args.arm):
+        print(line)
+
+
+if __name__ == "__main__":
+    main()

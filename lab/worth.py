@@ -36,6 +36,8 @@ from checkpoints.pretrained import smollm2
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes" / "own_model_yarn_lora.yaml"
 ARMS = ("pose", "full")
+_WHOLE = ("--protocol", "start")
+"""Every token counts, not only the last ones: of few documents, intervals are narrower."""
 _ADAPTER = "rope_ext.json"
 """The last file that a training writes."""
 
@@ -107,10 +109,10 @@ class Study:
         inside, beyond = self.documents
         keys = ["--trials", str(self.passkeys), "--digits", "3"]
         parts = [
-            ("inside", "perplexity", self.trained, ["--windows", str(inside)]),
-            ("twice", "perplexity", twice, ["--windows", str(beyond)]),
+            ("inside", "perplexity", self.trained, [*_WHOLE, "--windows", str(inside)]),
+            ("twice", "perplexity", twice, [*_WHOLE, "--windows", str(beyond)]),
             ("passkeys", "passkey", twice, keys),
-            ("target", "perplexity", target, ["--windows", str(beyond)]),
+            ("target", "perplexity", target, [*_WHOLE, "--windows", str(beyond)]),
         ]
         for name, task, length, options in parts if target > twice else parts[:-1]:
             words = ["--model", self.model, "--factor", str(factor), "--dtype", "bfloat16"]

@@ -40,10 +40,11 @@ def read(output: Path, factor: int, arm: str) -> dict[tuple[str, int], dict[str,
     for folder in folders:
         for log in sorted(folder.glob("report-*/cases.jsonl")):
             for one in read_outcomes([log]).values():
-                seed = folder.name.rpartition("-")[2]
                 trained = folder is not folders[0]
-                row = f"trained, seed {seed}" if trained else f"{one.system}, untrained"
-                row = "unpatched" if one.system == "unpatched" else row
+                if trained and one.system == "unpatched":  # a report of an adapter begins with it
+                    continue
+                row = "unpatched" if one.system == "unpatched" else f"{one.system}, untrained"
+                row = f"trained, seed {folder.name.rpartition('-')[2]}" if trained else row
                 if one.task != "perplexity" or _asked(log.parent.name, one.length):
                     found.setdefault((one.task, one.length), {}).setdefault(row, []).append(one)
     for rows in found.values():

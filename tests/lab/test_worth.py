@@ -94,6 +94,7 @@ def test_the_table_pairs_documents_and_averages_seeds(tmp_path: Path) -> None:
 
     write("untrained-4x", "unpatched", 0.0)
     write("untrained-4x", "yarn", 0.2)
+    write("pose-4x-42", "unpatched", 0.0)  # measured again
     write("pose-4x-42", "adapter", 0.05)
     write("pose-4x-43", "adapter", 0.15)
     write("pose-4x-43", "adapter", 9.0, report="twice")  # measured beside a longer one

@@ -108,3 +108,10 @@ def test_the_table_pairs_documents_and_averages_seeds(tmp_path: Path) -> None:
     log.write_text("".join(log.read_text("utf-8").splitlines(keepends=True)[:5]))
     lines = [*worth_table.table(tmp_path, 4, "pose")]
     assert not any("mean" in line or "seed 43" in line for line in lines)  # not complete
+
+
+def test_the_page_has_the_table_of_the_shipped_logs() -> None:
+    page = (worth.ROOT / "docs" / "fine-tune.md").read_text(encoding="utf-8")
+    rows = [*worth_table.table(worth.ROOT / "docs" / "evidence" / "worth", 4, "pose")][1:]
+    assert len(rows) > 4
+    assert "\n".join(rows) in page

@@ -258,7 +258,7 @@ def unpatch(model: Model) -> Model:
     """
     states = _patches(model)
     if not states:
-        parts = [f"model.{name}" for name in _states(model)] if is_patched(model) else []
+        parts = [f"model.{name}" for name in _states(model)]
         how = f"; undo the patch of {' and '.join(parts)} by itself" if parts else ""
         raise NotPatchedError(f"this model is not patched, so there is nothing to undo{how}")
     with torch.inference_mode(False):
@@ -344,9 +344,10 @@ def current_patch(model: nn.Module) -> Patch | None:
 def whole_patch(model: nn.Module) -> Patch | None:
     """The active patch if the same call with ``model`` itself gives the same; else None.
 
-    Not that of one half, or of a part that reads no text.
+    Not that of one half, or of a part that reads no text. As :func:`is_patched`, it takes models
+    without RoPE.
     """
-    state = current_patch(model)
+    state = current_patch(model) if is_patched(model) else None
     if state is None or state.model is unwrap(model):
         return state
     return state if text_parts(model) == [state.decoder] else None

@@ -117,7 +117,7 @@ def _reload(original: Callable[..., Any], trainer: Any, checkpoint: Any) -> None
     one. It cannot load a folder whose patch only rope_ext reloads.
     """
     model = getattr(trainer.model, "_orig_mod", trainer.model)
-    state = patching.current_patch(model) if patching.is_patched(model) else None
+    state = patching.whole_patch(model)
     # A checkpoint of an adapter has no configuration of the model.
     if state is None or state.record.plain or not (Path(checkpoint) / "config.json").is_file():
         original(trainer, checkpoint)

@@ -164,3 +164,22 @@ def test_a_server_of_a_folder_with_another_patch_is_refused_before_the_first_ste
             assert train(client, model) == 1
         assert "cannot be known" in caplog.text
         caplog.clear()
+
+
+def test_a_trainer_of_any_other_model_trains_after_a_patch(tmp_path: Path) -> None:
+    class Line(torch.nn.Module):  # no configuration, and no RoPE
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(()))
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"loss": (self.weight * x).square().mean()}
+
+    rope_ext.patch(tiny_llama(), "yarn", factor=2)  # wraps Trainer.train
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path), max_steps=1, use_cpu=True, report_to="none"
+    )
+    model = Line()
+    data = [{"x": torch.ones(())}] * 2
+    Trainer(model=model, args=arguments, train_dataset=data).train()
+    assert model.weight != 1

@@ -8,8 +8,8 @@ on text of Python's standard library: ``pose`` on rows of 2048 tokens with PoSE,
 long as the target, with as many tokens. Then ``rope-ext eval`` measures perplexity on held-out
 text: 8 documents within the trained length, 3 at two and four times that length; and 20 decoded
 passkeys at twice the trained length; beside the unpatched model and untrained YaRN. What is quick
-comes first for all of them. Each report has intervals over documents or prompts; the reports of
-several seeds are not summarized.
+comes first for all of them. Each report has intervals over documents or prompts;
+``lab.worth_table`` compares the seeds in one table.
 
 Each command resumes where it stopped, and ``--minutes`` begins none after that time, so that the
 same line continues on another day. Several processes with one ``--output`` share the work, one

@@ -11,22 +11,14 @@ shows in their rows. A part that some seed lacks is written without the mean.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
 from lab.worth import Study
 from rope_eval.cases import Outcome, read_outcomes
-from rope_eval.reports.summary import (
-    Estimate,
-    difference,
-    estimate,
-    is_clear,
-    percent,
-    signed,
-)
-from rope_ext.advice.evidence import three_digits
+from rope_eval.reports.summary import bold_if_clear, difference, estimate, shown
 
 MEAN = "trained, mean of the seeds"
 BASES = ("unpatched", "yarn, untrained")
@@ -75,33 +67,16 @@ def table(output: Path, factor: int, arm: str) -> Iterator[str]:
         count = max(map(len, rows.values()))
         things = "documents" if kind == "loss" else "prompts"
         yield f"\n{task} at {length:,} tokens, {count} {things}\n"
-        yield f"| factor {factor} | {task} | less unpatched | less untrained |"
+        unit = "%" if kind == "loss" else "points"
+        yield f"| factor {factor} | {task} | less unpatched, {unit} | less untrained, {unit} |"
         yield "| --- | --- | --- | --- |"
         complete = {name: own for name, own in with_mean(rows).items() if len(own) == count}
         for name, own in complete.items():
             others = BASES[: BASES.index(name)] if name in BASES else BASES
-            gaps = [_gap(own, complete.get(other, []), kind) for other in others]
+            found = (difference(own, complete.get(other, []), kind) for other in others)
+            gaps = [bold_if_clear(gap) for gap in found]
             gaps += [""] * (len(BASES) - len(gaps))
-            value = estimate(own, kind)
-            said = percent(value) if kind == "rate" else _perplexity(value)
-            yield f"| {name} | {said} | {' | '.join(gaps)} |"
-
-
-def _perplexity(value: Estimate) -> str:
-    ends = (
-        ""
-        if value.low is None or value.high is None
-        else (f" [{three_digits(value.low)}, {three_digits(value.high)}]")
-    )
-    return three_digits(value.value) + ends
-
-
-def _gap(one: Sequence[Outcome], other: Sequence[Outcome], kind: str) -> str:
-    gap = difference(one, other, kind)
-    if gap is None:
-        return ""
-    said = f"{signed(gap)}{'' if kind == 'rate' else ' %'}"
-    return f"**{said}**" if is_clear(gap) else said
+            yield f"| {name} | {shown(estimate(own, kind), kind)} | {' | '.join(gaps)} |"
 
 
 def main() -> None:

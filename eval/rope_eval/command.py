@@ -116,14 +116,12 @@ def _help(tasks: Sequence[str], comparing: bool) -> str:
 
 def _compared(given: Settings, own: Mapping[str, Any]) -> Sequence[str]:
     """Return the tasks of ``compare`` for these models; raises OptionError for others' options."""
-    from rope_ext.saving.checkpoints import load_config, purpose, require_unlabelled
+    from rope_ext.saving.checkpoints import load_config, require_measurable
 
     embeds = False
     if given.models and given.lengths and not given.url:
-        configs = {model: load_config(model) for model in given.models}
-        for model, config in configs.items():
-            require_unlabelled(model, config)
-        embeds = all(purpose(config, model) == "embeddings" for model, config in configs.items())
+        found = {require_measurable(model, load_config(model)) for model in given.models}
+        embeds = found == {"embeddings"}
     tasks, others = (EMBEDDED, COMPARED) if embeds else (COMPARED, EMBEDDED)
     known = {field.name for cls in chosen(tasks) for field in option_fields(cls)}
     for cls in chosen(others):

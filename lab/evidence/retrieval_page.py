@@ -12,7 +12,13 @@ from typing import Any
 
 from lab.evidence.retrieval import CUT, DOCUMENTS, FACTORS, TASK, found_in
 from rope_eval.folder import read_lines
-from rope_eval.reports.summary import estimate_rate, is_clear, percent, rate_difference, signed
+from rope_eval.reports.summary import (
+    bold_if_clear,
+    estimate_rate,
+    is_clear,
+    percent,
+    rate_difference,
+)
 
 TRAINED = {"embeddinggemma-300m": 2048}
 SHAPES = {
@@ -99,8 +105,7 @@ def table(evidence: Retrieved, factor: int) -> str:
 
 
 def _gap(one: Sequence[int], other: Sequence[int]) -> str:
-    gap = rate_difference(one, other)
-    return f"**{signed(gap)}**" if is_clear(gap) else signed(gap)
+    return bold_if_clear(rate_difference(one, other))
 
 
 def summary(evidence: Retrieved) -> dict[str, Any]:

@@ -126,9 +126,9 @@ def _give_back(model: nn.Module, made: list[Separated], written: tuple[str, ...]
         _replace(holder, back)
     for one in made:
         now = vars(one.copied)
+        ours = _stored(one.original, written)
         for name in one.before | now:
-            ours = name in _stored(one.original, written)
-            if not ours and not _same(one.before.get(name, ABSENT), now.get(name, ABSENT)):
+            if name not in ours and not _same(one.before.get(name, ABSENT), now.get(name, ABSENT)):
                 restore(one.original, {name: now.get(name, ABSENT)})
         _replace(one.original, back)
 
@@ -152,13 +152,13 @@ def _holders(model: nn.Module) -> Iterator[Any]:
 def _configurations(model: nn.Module) -> Iterator[Any]:
     """Yield every configuration that a module holds, and those within, each once."""
     seen: set[int] = set()
-    holders: list[Any] = [*model.modules()]
-    while holders:
-        for value in vars(holders.pop()).values():
+    for module in model.modules():
+        for value in vars(module).values():
             if isinstance(value, PreTrainedConfig) and id(value) not in seen:
-                seen.add(id(value))
-                holders.append(value)
-                yield value
+                for one in nested(value):
+                    if id(one) not in seen:
+                        seen.add(id(one))
+                        yield one
 
 
 def _replace(holder: Any, pairs: list[tuple[Any, Any]]) -> None:

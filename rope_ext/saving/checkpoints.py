@@ -57,6 +57,9 @@ _LABELLING = (
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
 )
 """transformers' classes with a head which gives labels or scores of texts."""
+Purpose = Literal["text", "embeddings", "labels"]
+"""What a checkpoint gives for a text: more text; its embedding, or states of its tokens; labels or
+scores, as classifiers, rerankers and reward models do."""
 _ADAPTER = "set --adapter to a folder written by PeftModel.save_pretrained"
 _WEIGHTS = ("*.safetensors", "*.bin")
 _logger: Any = logging.getLogger("rope_ext")  # transformers adds warning_once to all loggers
@@ -209,12 +212,9 @@ def require_attention(name: str | None) -> None:
 
 def require_causal(model: str, config: Any) -> None:
     """Raise OptionError for a checkpoint that does not continue text, before its weights load."""
+    require_measurable(model, config)
     saved = (config.architectures or [config.model_type])[0]
-    found = purpose(config, model)
-    # transformers would draw the weights of a language head where it finds none.
-    if found == "labels":
-        raise OptionError(_no_task(model, saved))
-    if is_embedder(config):
+    if is_embedder(config):  # transformers would draw the weights of a language head
         raise OptionError(
             f"{model} ({saved}) does not predict text; measure it as an embedder: rope-ext eval "
             f"{model} --tasks embedding"
@@ -226,18 +226,20 @@ def require_causal(model: str, config: Any) -> None:
         )
 
 
-def require_unlabelled(model: str, config: Any) -> None:
-    """Raise OptionError for a checkpoint with a head that a task of embeddings would not read."""
-    if purpose(config, model) == "labels":
-        raise OptionError(_no_task(model, (config.architectures or [config.model_type])[0]))
+def require_measurable(model: str, config: Any) -> Purpose:
+    """Return what a checkpoint is for; raises OptionError for labels, which nothing measures.
 
-
-def _no_task(model: str, saved: str) -> str:
-    return (
-        f"{model} ({saved}) gives labels or scores of texts, as classifiers, rerankers and reward "
-        f"models do, and nothing here measures those; score your own texts with and without the "
-        f"patch"
-    )
+    Other tasks would load it without its head, or with a language head of random weights.
+    """
+    found = purpose(config, model)
+    if found == "labels":
+        saved = (config.architectures or [config.model_type])[0]
+        raise OptionError(
+            f"{model} ({saved}) gives labels or scores of texts, as classifiers, rerankers and "
+            f"reward models do, and nothing here measures those; score your own texts with and "
+            f"without the patch"
+        )
+    return found
 
 
 def require_tokens(model: Any, largest: int, named: str) -> None:
@@ -271,11 +273,6 @@ def trained_length(config: Any) -> int:
             "the model's configuration has no max_position_embeddings; set --trained-length TOKENS"
         )
     return length
-
-
-Purpose = Literal["text", "embeddings", "labels"]
-"""What a checkpoint gives for a text: more text; its embedding, or states of its tokens; labels or
-scores, as classifiers, rerankers and reward models do."""
 
 
 def purpose(config: Any, place: str | os.PathLike[str] | nn.Module = "") -> Purpose:

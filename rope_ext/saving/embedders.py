@@ -36,9 +36,7 @@ def kind_of(given: str | os.PathLike[str] | nn.Module) -> str | None:
         return getattr(given, "model_type", None) if hasattr(given, "transformers_model") else None
     if not saved_by_them(str(given)):
         return None
-    file = hub.find(str(given), SETTINGS, connection_errors=False)
-    found = {} if file is None else read_json(Path(file))
-    return str((found if isinstance(found, dict) else {}).get("model_type") or _DEFAULT)
+    return str(_settings(str(given), SETTINGS).get("model_type") or _DEFAULT)
 
 
 def load_with(config: PreTrainedConfig, path: str, kwargs: Mapping[str, Any]) -> Any:
@@ -58,8 +56,7 @@ def load_with(config: PreTrainedConfig, path: str, kwargs: Mapping[str, Any]) ->
             f"{path} was saved by sentence-transformers under a patch, and is read from a folder "
             f"only; download it with huggingface_hub.snapshot_download, then give that folder"
         )
-    settings = _settings(path, SETTINGS)
-    name = str(settings.get("model_type", _DEFAULT))
+    name = kind_of(path) or _DEFAULT
     cls = getattr(package, name, None)
     if cls is None:
         raise LoadError(f"{path}: sentence-transformers has no class {name!r}; update it")
@@ -89,9 +86,9 @@ def read_json(file: Path, kind: type[RopeExtError] = LoadError) -> Any:
 
 
 def _settings(path: str, name: str) -> dict[str, Any]:
-    """Return the settings in a file of a directory; empty if there is no such file."""
-    file = Path(path) / name
-    found = read_json(file) if file.exists() else {}
+    """Return the settings in a file of a directory or Hub repository; empty if there is none."""
+    file = hub.find(path, name, connection_errors=False)
+    found = {} if file is None else read_json(Path(file))
     return found if isinstance(found, dict) else {}
 
 

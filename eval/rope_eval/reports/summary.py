@@ -129,6 +129,13 @@ def signed(estimate: Estimate) -> str:
     return _with_ends(_points(estimate.value), estimate, _points)
 
 
+def bold_if_clear(gap: Estimate | None) -> str:
+    """Format a difference for Markdown, in bold if it is clear; empty if there is none."""
+    if gap is None:
+        return ""
+    return f"**{signed(gap)}**" if is_clear(gap) else signed(gap)
+
+
 def interval(estimate: Estimate) -> str:
     """Format a perplexity and its interval, such as ``7.84 [5.95, 10.6]``."""
     return _with_ends(number(estimate.value), estimate, number)

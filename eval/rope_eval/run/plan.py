@@ -183,7 +183,7 @@ def _embeds(tasks: Sequence[Task]) -> bool:
 
 def _require_purpose(settings: Settings, tasks: Sequence[Task], configs: Mapping[str, Any]) -> None:
     """Raise OptionError for a model that does not give what the tasks measure."""
-    require = models.require_unlabelled if _embeds(tasks) else models.require_causal
+    require = models.require_measurable if _embeds(tasks) else models.require_causal
     for model, config in configs.items():
         if not settings.url:
             require(model, config)

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -32,23 +33,39 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from checkpoints.pretrained import smollm2
+from rope_eval.folder import log_name
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes" / "own_model_yarn_lora.yaml"
 ARMS = ("pose", "full")
 _WHOLE = ("--protocol", "start")
 """Every token counts, not only the last ones: of few documents, intervals are narrower."""
+LOG = log_name(0)
 _ADAPTER = "rope_ext.json"
 """The last file that a training writes."""
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command, the file that marks it as done, and the file without which it cannot run."""
+    """A command, the file that marks it as done, and the files without which it cannot run.
+
+    ``report`` is the folder that it resumes, and ``before`` one with outcomes that it shares.
+    """
 
     done: Path
     words: list[str]
-    needs: Path | None = None
+    needs: tuple[Path, ...] = ()
+    report: Path | None = None
+    before: Path | None = None
+
+    def run(self) -> None:
+        """Run the command; what it shares with the report ``before`` is not measured again."""
+        if self.report is not None and self.before is not None:
+            log, known = self.report / LOG, self.before / LOG
+            if known.exists() and not log.exists():
+                self.report.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(known, log)
+        subprocess.run(self.words, cwd=ROOT, check=True)
 
 
 @dataclass(frozen=True)
@@ -105,7 +122,8 @@ class Study:
     def measurements(self, factor: int, adapter: Path | None) -> Iterator[Command]:
         """The commands that measure one adapter; None: the model without and with YaRN."""
         twice, target = 2 * self.trained, min(4, factor) * self.trained
-        folder = self.output / f"untrained-{factor}x" if adapter is None else adapter
+        untrained = self.output / f"untrained-{factor}x"
+        folder = untrained if adapter is None else adapter
         inside, beyond = self.documents
         keys = ["--trials", str(self.passkeys), "--digits", "3"]
         parts = [
@@ -124,7 +142,10 @@ class Study:
             yield Command(
                 folder / f"done-{name}",
                 words=[sys.executable, "-m", "rope_ext", "eval", task, *words],
-                needs=None if adapter is None else adapter / _ADAPTER,
+                # The unpatched model is measured once, before the adapters.
+                needs=() if adapter is None else (adapter / _ADAPTER, untrained / f"done-{name}"),
+                report=report,
+                before=None if adapter is None else untrained / report.name,
             )
 
 
@@ -147,7 +168,7 @@ def commands(
 def take(waiting: Sequence[Command]) -> tuple[Command, FileLock] | None:
     """Choose and lock the first command that can run now; None: there is none."""
     for command in waiting:
-        if command.done.exists() or (command.needs is not None and not command.needs.exists()):
+        if command.done.exists() or not all(path.exists() for path in command.needs):
             continue
         command.done.parent.mkdir(parents=True, exist_ok=True)
         lock = FileLock(command.done.with_suffix(".lock"))
@@ -203,7 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 print(f"{command.done.parent}: not measured yet; run the same command again")
                 return
             print(shlex.join(command.words), flush=True)
-            subprocess.run(command.words, cwd=ROOT, check=True)
+            command.run()
             # After the command has ended well, so that a killed one is run again.
             command.done.touch(exist_ok=True)
         finally:

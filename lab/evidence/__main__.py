@@ -6,8 +6,8 @@ r"""Measure every method on pretrained checkpoints, without fine-tuning.
     python -m lab.evidence pages  # put docs/evidence/*.jsonl into the pages and into recommend
 
 SmolLM2-135M-Instruct (trained on 8192 tokens) at up to 4 times its length, Gemma 3 270M (32768) at
-up to 2 times: losses by position on eight manuals; passkeys of three digits, a word hidden in a
-text and two keys in one text, all decoded. EmbeddingGemma 300M (2048) at up to 4 times: 50
+up to 2 times: losses by position on eight manuals; passkeys of three digits, a fruit hidden in a
+manual, and one of two people's keys, all decoded. EmbeddingGemma 300M (2048) at up to 4 times: 50
 questions about 25 parts of manuals, each with two facts hidden in it. Weights and texts are
 downloaded with pip. An interrupted run resumes where it stopped.
 """

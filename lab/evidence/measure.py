@@ -6,6 +6,7 @@ length: one prompt at each depth. Answers are decoded.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -166,13 +167,10 @@ class Measurement:
         quadruple = 4 * trained
         longest = min(map(len, self.questions.documents.values()))
         # First the prompts of the front page, in rounds: a run that stops early has every row.
-        for part in range(self.parts):
+        for part, task in itertools.product(range(self.parts), TASKS):
             for method in FRONT:
                 options = {"factor": 2} if method != "unpatched" else {}
-                passkeys = self._prompts(
-                    method, options, lengths=(double,), tasks=("passkey",), part=part
-                )
-                yield method, options, passkeys
+                yield method, options, self._prompts(method, options, (double,), (task,), part)
         if longest < quadruple:  # each forward is long
             yield from self._defaults(2, trained // 4, names[:2])
             yield from self._defaults(2, double, names[:2])

@@ -22,6 +22,7 @@ from lab.evidence.retrieval import FACTORS
 from rope_eval.folder import read_lines
 from rope_eval.plots import style
 from rope_eval.reports.intervals import mean_interval, rate_interval
+from rope_eval.reports.summary import bold_if_clear, rate_difference
 from rope_ext.advice.evidence import three_digits
 
 TRAINED = {"SmolLM2-135M-Instruct": 8192, "gemma-3-270m": 32768}
@@ -53,7 +54,7 @@ FRONT = {
 FAR = "2x"
 NOT_DECODED = "\N{DAGGER}"
 """Marks prompts that were scored after a lead-in, in one forward."""
-PLURALS = {"passkey": "passkeys", "needle": "fruits", "pair": "pairs"}
+PLURALS = {"passkey": "passkeys", "needle": "fruits", "multikey": "multi-key"}
 DRAWN = ("unpatched", "self_extend")
 """Lines of the plots; YaRN's would cover the second."""
 LABELS = {"unpatched": "unpatched", "self_extend": "Self-Extend"}
@@ -171,13 +172,25 @@ class Evidence:
         Others were scored by one forward after a lead-in. They count as long as fewer prompts were
         decoded: a run may have stopped early.
         """
-        lines = self.of(task, method, options, factor=4 if length > 2 else 2)
-        lines = [line for line in lines if line["length"] == round(length * self.trained)]
-        # The last line of a part counts, which may have been measured twice.
-        parts = {line["part"]: line["right"] for line in lines if is_decoded(line)}
+        lines = self._at(task, method, length=length, options=options)
+        parts = self.parts(method, task, length=length, options=options)
         right = [value for part in parts.values() for value in part]
         scored = next((x["right"] for x in reversed(lines) if not is_decoded(x)), [])
         return (right, True) if right and len(right) >= len(scored) else (scored, False)
+
+    def parts(
+        self, method: str, task: str, length: float, options: Mapping[str, Any] | None = None
+    ) -> dict[int, list[int]]:
+        """Whether each prompt was answered when decoded, by the part of the prompts."""
+        # The last line of a part counts, which may have been measured twice.
+        lines = self._at(task, method, length=length, options=options)
+        return {line["part"]: line["right"] for line in lines if is_decoded(line)}
+
+    def _at(
+        self, task: str, method: str, length: float, options: Mapping[str, Any] | None
+    ) -> list[Mapping[str, Any]]:
+        lines = self.of(task, method, options, factor=4 if length > 2 else 2)
+        return [line for line in lines if line["length"] == round(length * self.trained)]
 
     def seconds(self, method: str) -> float | None:
         """Median seconds of one forward of the longest length under factor 2, with its loss.
@@ -271,6 +284,35 @@ def short(evidence: Evidence) -> str:
         row.append(f"{seconds / unpatched:.1f}x" if seconds and unpatched else "")
         rows.append(row)
     return _table(rows)
+
+
+def written(evidence: Evidence) -> str:
+    """Return what the front page's methods wrote at twice the length, and how far from YaRN.
+
+    Of each task the parts that every method has decoded; empty if there are none.
+    """
+    found = {task: _common(evidence, task) for task in TASKS}
+    found = {task: rows for task, rows in found.items() if rows}
+    if not found:
+        return ""
+    shares = [["method", *(PLURALS[task] for task in found)]]
+    gaps = [["points against yarn", *(PLURALS[task] for task in found)]]
+    for name in FRONT:
+        row = [rows[name] for rows in found.values()]
+        shares.append([_named(name), *(_share((sum(right), len(right))) for right in row)])
+        yarn = [rows["yarn"] for rows in found.values()]
+        pairs = zip(row, yarn, strict=True)
+        if name != "yarn":
+            gaps.append([_named(name), *(bold_if_clear(rate_difference(*pair)) for pair in pairs)])
+    return f"{_table(shares)}\n{_table(gaps)}"
+
+
+def _common(evidence: Evidence, task: str) -> dict[str, list[int]]:
+    """Decoded answers at twice the length, by method, to the prompts that all of FRONT have."""
+    parts = {name: evidence.parts(name, task, length=2) for name in FRONT}
+    common = sorted(set.intersection(*map(set, parts.values())))
+    every = {name: [right for part in common for right in own[part]] for name, own in parts.items()}
+    return every if common else {}
 
 
 def conditions(evidence: Evidence) -> str:
@@ -443,7 +485,12 @@ def write(root: Path) -> None:
         page = root / "docs" / "evidence.md"
         put(page, f"{name} conditions", f"\n{conditions(one)}\n")
         put(page, f"{name} 2x", f"\n{table(one)}\n")
-        for mark, write in {"behind": behind, "4x": quadruple, "settings": variants}.items():
+        for mark, write in {
+            "decoded": written,
+            "behind": behind,
+            "4x": quadruple,
+            "settings": variants,
+        }.items():
             if text := write(one):
                 put(page, f"{name} {mark}", f"\n{text}\n")
     page = root / "docs" / "evidence.md"

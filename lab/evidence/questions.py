@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import random
 import tarfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,7 @@ from rope_eval.tasks.passkey import (
 )
 from rope_ext.errors import MeasureError, first_line
 
-TASKS = ("passkey", "needle", "pair")
+TASKS = ("passkey", "needle", "multikey")
 DEPTHS = 5
 
 
@@ -52,12 +52,13 @@ FRUIT = Secret(
     lead=" Your favorite fruit is the",
     kind="fruit",
 )
-PAIR = Secret(
-    sentence="The {nth} pass key is {key}. Remember it. {key} is the {nth} pass key.",
-    question="\nWhat are the first and the second pass key?",
-    lead=" The first and the second pass key are",
-    kind="two numbers",
+OF_PERSON = Secret(
+    sentence="The pass key of {name} is {key}. Remember it. {key} is the pass key of {name}.",
+    question="\nWhat is the pass key of {name}?",
+    lead=" The pass key of {name} is",
+    kind="number",
 )
+PEOPLE = ("Anna", "Boris", "Clara", "David", "Emma", "Frank")
 FRUITS = (
     *("apple", "banana", "cherry", "fig", "grape", "kiwi", "lemon", "lime"),
     *("mango", "melon", "orange", "papaya", "peach", "pear", "plum"),
@@ -127,13 +128,14 @@ MANUALS = tuple(
 
 
 @dataclass(frozen=True)
-class BothAnswers:
-    """Scores 1 if both answers are in the text."""
+class OnlyAnswer:
+    """Scores 1 if the answer is in the text, and the other one is not."""
 
-    answers: tuple[str, str]
+    answer: str
+    other: str
 
     def __call__(self, written: str) -> float:
-        return min(WholeAnswer(answer)(written) for answer in self.answers)
+        return WholeAnswer(self.answer)(written) * (1 - WholeAnswer(self.other)(written))
 
 
 class Questions(NamedTuple):
@@ -180,8 +182,9 @@ class Questions(NamedTuple):
 def _prompts(frame: Frame, length: int, text: str, number: int, bin: int) -> list[Case]:
     """Build one prompt of each task, with the first secret in this depth ``bin``.
 
-    Easy ones: a key of three digits in repeated sentences, and a fruit hidden in a manual; and one
-    that needs two places: two keys in a manual.
+    A key of three digits in repeated sentences, a fruit in a manual, and the keys of two people in
+    a manual, of which one is asked for (RULER calls it multi-key): whoever finds a key without
+    knowing whose is right half of the time.
     """
     rng = random.Random(f"{length}:{number}")
     depth = (bin + rng.random()) / DEPTHS
@@ -193,14 +196,27 @@ def _prompts(frame: Frame, length: int, text: str, number: int, bin: int) -> lis
     filler = [*FILLER] * length
     key = KEY.sentence.format(key=keys[0])
     fruits = FRUIT.sentence.format(key=fruit)
-    first = PAIR.sentence.format(nth="first", key=keys[0])
-    second = PAIR.sentence.format(nth="second", key=keys[1])
-    pair = {depth: first, rng.random(): second}
+    # Last, so that the other prompts stay what logs on disk have measured.
+    elsewhere, (name, other) = rng.random(), rng.sample(PEOPLE, 2)
+    of_person = OF_PERSON._replace(
+        question=OF_PERSON.question.format(name=name), lead=OF_PERSON.lead.format(name=name)
+    )
+    two = {
+        depth: OF_PERSON.sentence.format(name=name, key=keys[0]),
+        elsewhere: OF_PERSON.sentence.format(name=other, key=keys[1]),
+    }
     build = partial(hide, frame, length=length, seed=number)
     return [
-        build("passkey", hay=filler, needles={depth: key}, secret=KEY, answers=keys[:1]),
-        build("needle", hay=manual, needles={depth: fruits}, secret=FRUIT, answers=[fruit]),
-        build("pair", hay=manual, needles=pair, secret=PAIR, answers=keys),
+        build("passkey", hay=filler, needles={depth: key}, secret=KEY, answer=keys[0]),
+        build("needle", hay=manual, needles={depth: fruits}, secret=FRUIT, answer=fruit),
+        build(
+            "multikey",
+            hay=manual,
+            needles=two,
+            secret=of_person,
+            answer=keys[0],
+            judge=OnlyAnswer(*keys),
+        ),
     ]
 
 
@@ -212,15 +228,13 @@ def hide(
     hay: Sequence[str],
     needles: Mapping[float, str],
     secret: Secret,
-    answers: Sequence[str],
+    answer: str,
+    judge: Callable[[str], float] | None = None,
 ) -> Case:
     """Build the start of the hay with its ``needles`` by depth, to be answered by decoding.
 
     At most ``length`` tokens with the answer, slightly fewer.
     """
-    answers = tuple(answers)
-    spelled = " and ".join(answers)
-    judge = WholeAnswer(answers[0]) if len(answers) == 1 else BothAnswers(answers)
     most = length - CHAT_ANSWER
     count = length // 3
     for attempt in itertools.count(1):
@@ -231,7 +245,7 @@ def hide(
             parts += [*hay[start:cut], " ", needles[depth]]
             start = cut
         content = "".join([*parts, *hay[start:count], secret.question])
-        prompt = key_prompt(frame, content, answer=spelled, kind=secret.kind, lead=secret.lead)
+        prompt = key_prompt(frame, content, answer=answer, kind=secret.kind, lead=secret.lead)
         # Accept one per cent less with each attempt, so that it ends.
         if (1 - attempt / 100) * most <= len(prompt.ids) <= most:
             break
@@ -243,8 +257,8 @@ def hide(
         mode="write",
         count=len(prompt.spelled) or CHAT_ANSWER,
         ids=prompt.ids,
-        answers=answers,
+        answers=(answer,),
         # That of the bin; a second needle is anywhere.
         depth=next(iter(needles)),
-        judge=judge,
+        judge=judge or WholeAnswer(answer),
     )

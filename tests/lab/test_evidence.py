@@ -127,6 +127,12 @@ def test_losses_are_those_of_the_model_by_position(
     assert line["losses"][:3] == pytest.approx(expected, abs=1e-3)
 
 
+MADE = (
+    *(pages.table, pages.written, pages.behind),
+    *(pages.quadruple, pages.variants, pages.conditions),
+)
+
+
 def test_the_pages_and_recommend_have_the_shipped_numbers() -> None:
     shipped = pages.Evidence.read(ROOT / "docs" / "evidence" / "smollm2.jsonl")
     page = (ROOT / "docs" / "evidence.md").read_text(encoding="utf-8")
@@ -136,7 +142,7 @@ def test_the_pages_and_recommend_have_the_shipped_numbers() -> None:
             assert retrieval_page.conditions(embedder) in page
             assert all(retrieval_page.table(embedder, factor) in page for factor in FACTORS)
             continue
-        for made in (pages.table, pages.behind, pages.quadruple, pages.variants, pages.conditions):
+        for made in MADE:
             assert made(pages.Evidence.read(path)) in page, f"{made.__name__} of {path}"
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert pages.short(shipped) in readme
@@ -156,6 +162,37 @@ def test_the_pages_and_recommend_have_the_shipped_numbers() -> None:
     front = ("unpatched", "yarn", "dynamic_yarn", "self_extend", "rerope")
     # Only a passkey that was decoded may be on the front page.
     assert ("passkeys" in pages.short(shipped)) == shipped.decoded(front, "passkey", 2)
+
+
+def test_what_was_written_is_compared_on_the_prompts_that_all_have() -> None:
+    def line(method: str, part: int, right: list[int], **more: str) -> dict:
+        options = {} if method == "unpatched" else {"factor": 2}
+        common = {"model": "SmolLM2-135M-Instruct", "task": "multikey", "length": 16384}
+        return {**common, "method": method, "options": options, "part": part, "right": right} | more
+
+    lines = [line(name, 0, [0] * 10, written="") for name in pages.FRONT if name != "self_extend"]
+    lines += [line("self_extend", 0, [1] * 10, written="")]
+    lines += [line("rerope", 1, [1] * 10, written=""), line("yarn", 2, [1] * 10)]
+    made = pages.written(pages.Evidence("SmolLM2-135M-Instruct", lines))
+    assert "| `rerope` | 0/10" in made and "| `self_extend` | 10/10" in made
+    assert "| `self_extend` | **+100.0" in made.partition("against yarn")[2]
+    assert pages.written(pages.Evidence("SmolLM2-135M-Instruct", lines[1:])) == ""
+
+
+def test_of_two_keys_only_the_one_asked_for_counts() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "checkpoints" / "tiny-512")
+    text = "Some words of a manual, one after the other. " * 400
+    made = Questions.made(tokenizer, (512,), trials=2, texts=[text] * 8)
+    for part in range(2):
+        for case in made.prompts["multikey", 512, part]:
+            prompt = tokenizer.decode(case.ids)
+            name = re.findall(r"What is the pass key of (\w+)\?", prompt)[0]
+            keys = dict(re.findall(r"The pass key of (\w+) is ([0-9]{3})\.", prompt))
+            asked = keys.pop(name)
+            [other] = keys.values()
+            assert case.judge is not None and case.answers == (asked,)
+            assert case.judge(f"It is {asked}.") == 1
+            assert case.judge(f"{other}, or {asked}") == case.judge("none") == 0
 
 
 def test_intervals_are_paired_over_documents() -> None:

@@ -66,8 +66,28 @@ def test_two_processes_share_the_work(tmp_path: Path, monkeypatch: pytest.Monkey
     assert [one[0] for one in (first, second, third)] == [training, other, untrained]
     training.done.touch()
     first[1].release()
+    untrained.done.touch()
+    third[1].release()
     fourth = worth.take(every)
     assert fourth and fourth[0] == trained
+
+
+def test_an_adapter_begins_with_what_is_known_of_the_unpatched_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worth.subprocess, "run", lambda words, **options: None)
+    study = worth.Study(model="MODEL", output=tmp_path)
+    _, untrained, trained, *_ = worth.commands(study, [4], ["pose"], seeds=[42])
+    assert untrained.report and trained.report
+    untrained.report.mkdir(parents=True)
+    (untrained.report / "cases.jsonl").write_text("known\n")
+    assert worth.take([trained]) is None  # it waits for the unpatched model
+    trained.run()
+    log = trained.report / "cases.jsonl"
+    assert log.read_text() == "known\n"
+    log.write_text("known, and more\n")
+    trained.run()
+    assert log.read_text() == "known, and more\n"
 
 
 def test_the_table_pairs_documents_and_averages_seeds(tmp_path: Path) -> None:

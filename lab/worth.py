@@ -6,7 +6,7 @@ r"""Measure what fine-tuning a pretrained checkpoint for a longer context is wor
 For every factor, arm and seed, recipes/finetune.py trains SmolLM2 (8192 tokens) with YaRN and LoRA,
 on text of Python's standard library: ``pose`` on rows of 2048 tokens with PoSE, ``full`` on rows as
 long as the target, with as many tokens. Then ``rope-ext eval`` measures perplexity on held-out
-text: 8 documents within the trained length, 3 at two and four times that length; and 20 decoded
+text: 8 documents within the trained length, 4 at two and four times that length; and 20 decoded
 passkeys at twice the trained length; beside the unpatched model and untrained YaRN. What is quick
 comes first for all of them. Each report has intervals over documents or prompts;
 ``lab.worth_table`` compares the seeds in one table.
@@ -90,7 +90,7 @@ class Study:
     row: int = 2048
     tokens: int = 45 * 4096
     step_tokens: int = 4096
-    documents: tuple[int, int] = (8, 3)
+    documents: tuple[int, int] = (8, 4)
     passkeys: int = 4
     more: tuple[str, ...] = ()
 
@@ -129,10 +129,12 @@ class Study:
         parts = [
             ("inside", "perplexity", self.trained, [*_WHOLE, "--windows", str(inside)]),
             ("twice", "perplexity", twice, [*_WHOLE, "--windows", str(beyond)]),
-            ("passkeys", "passkey", twice, keys),
             ("target", "perplexity", target, [*_WHOLE, "--windows", str(beyond)]),
+            ("passkeys", "passkey", twice, keys),
         ]
-        for name, task, length, options in parts if target > twice else parts[:-1]:
+        if target == twice:
+            parts.pop(2)
+        for name, task, length, options in parts:
             words = ["--model", self.model, "--factor", str(factor), "--dtype", "bfloat16"]
             words += ["--method", "none,yarn" if adapter is None else "adapter"]
             words += [] if adapter is None else ["--adapter", str(adapter)]

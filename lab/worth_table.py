@@ -66,7 +66,7 @@ def table(output: Path, factor: int, arm: str) -> Iterator[str]:
         kind = KINDS[task]
         count = max(map(len, rows.values()))
         things = "documents" if kind == "loss" else "prompts"
-        yield f"\n{task} at {length:,} tokens, {count} {things}\n"
+        yield f"\n{task.capitalize()} at {length:,} tokens, {count} {things}:\n"
         unit = "%" if kind == "loss" else "points"
         yield f"| factor {factor} | {task} | less unpatched, {unit} | less untrained, {unit} |"
         yield "| --- | --- | --- | --- |"

@@ -101,7 +101,7 @@ class RotarySite:
         if not (inv_freq <= most).all() or not math.isfinite(scaling):
             raise OptionError(
                 f"{method} gives frequencies up to {float(inv_freq.max()):g} radians per token and "
-                f"cos and sin times {scaling:g} on {self.name or 'this model'}; choose options "
+                f"cos and sin times {scaling:g} on {self.name}; choose options "
                 f"with which no pair rotates by more than half a circle per token"
             )
         return inv_freq, scaling

@@ -7,7 +7,9 @@ with their recipe, on text alone, with the same steps and tokens. The learning r
 is doubled and halved while that lowers the loss at the target length, after one training, on text
 that is not used for measurement. Before and after training, unseen text and passkeys are scored
 within the trained length and at the target length. ``mixed_windows`` trains Dynamic YaRN on rows of
-4096 tokens, ``pose_dynamic`` Dynamic YaRN with PoSE, and all others YaRN, on rows of 1024.
+4096 tokens, ``pose_dynamic`` Dynamic YaRN with PoSE, and all others YaRN, on rows of 1024. Two more
+train YaRN in two halves of the steps, the second one on the merged model of the first: ``long`` on
+rows of 4096 tokens in both, ``short_first``, a curriculum, on rows of 1024 and then of 4096.
 
 Every cell is a file in the output; interrupted cells resume.
 """
@@ -17,6 +19,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -46,24 +49,43 @@ TOKENS = 8192  # of a step
 RATE = 1e-3  # the first learning rate that is tried
 LEAST = 1e-3 / 16  # the lowest learning rate that is tried
 BASELINE = "pose"
-Scheme = tuple[str, str, int]
-SCHEMES: dict[str, Scheme] = {
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """A way to train: the method, and positions and length of rows in each stage.
+
+    Its steps are divided equally among the stages; it is compared with the scheme ``base``.
+    """
+
+    method: str
+    stages: tuple[tuple[str, int], ...]
+    base: str = BASELINE
+
+
+SCHEMES = {
     **{
-        name: (name, "yarn", 2 * TRAINED)
+        name: Scheme("yarn", ((name, 2 * TRAINED),))
         for name in ("pose", "pose_released", "random", "random_floats", "cream")
     },
-    "pose_dynamic": ("pose", "dynamic_yarn", 2 * TRAINED),
-    "mixed_windows": ("mixed_windows", "dynamic_yarn", FACTOR * TRAINED),
+    "pose_dynamic": Scheme("dynamic_yarn", (("pose", 2 * TRAINED),)),
+    "mixed_windows": Scheme("dynamic_yarn", (("mixed_windows", FACTOR * TRAINED),)),
+    # Two stages in both, since a second one begins with a new optimizer.
+    "long": Scheme("yarn", (("consecutive", FACTOR * TRAINED),) * 2),
+    "short_first": Scheme(
+        "yarn", (("consecutive", 2 * TRAINED), ("consecutive", FACTOR * TRAINED)), base="long"
+    ),
 }
-"""Positions, method and length of rows."""
 
 
 def words_of(
-    checkpoint: str, name: str, seed: int, steps: int, rate: float, folder: Path
+    checkpoint: str, name: str, stage: int, seed: int, steps: int, rate: float, folder: Path
 ) -> list[str]:
-    """The command line of recipes/finetune.py for one training run."""
-    positions, method, length = SCHEMES[name]
-    words = ["--config", recipe_of(checkpoint), "--method", method, "--factor", str(FACTOR)]
+    """The command line of recipes/finetune.py for one stage; ``steps`` are those of all stages."""
+    scheme = SCHEMES[name]
+    positions, length = scheme.stages[stage]
+    steps //= len(scheme.stages)
+    words = ["--config", recipe_of(checkpoint), "--method", scheme.method, "--factor", str(FACTOR)]
     words += ["--positions", positions, "--pose_chunks", "0", "--length", str(length)]
     words += ["--per_device_train_batch_size", str(TOKENS // length), "--retrieval_share", "0"]
     words += ["--max_steps", str(steps), "--learning_rate", str(rate), "--seed", str(seed)]
@@ -73,10 +95,39 @@ def words_of(
 
 
 def model_of(checkpoint: str, adapter: Path | None) -> Any:
-    model: Any = AutoModelForCausalLM.from_pretrained(BOX / checkpoint, dtype=torch.float32)
-    if adapter is not None:
+    """The checkpoint without a patch, merged with the adapters of all stages up to ``adapter``."""
+    if adapter is None:
+        model: Any = AutoModelForCausalLM.from_pretrained(BOX / checkpoint, dtype=torch.float32)
+    else:
+        base = merged_of(adapter)
+        place = base if base.exists() else BOX / checkpoint
+        model = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)
         model = PeftModel.from_pretrained(model, adapter).merge_and_unload()
     return model.eval()
+
+
+def merged_of(folder: Path) -> Path:
+    """The directory of the model that a later stage in ``folder`` trains."""
+    return folder.with_name(f"{folder.name}-base")
+
+
+def train(checkpoint: str, name: str, seed: int, steps: int, rate: float, folder: Path) -> None:
+    """Train all stages of a scheme, the last one in ``folder``; what is there is not repeated."""
+    if (folder / "rope_ext.json").exists():
+        return
+    before: Path | None = None
+    last = len(SCHEMES[name].stages) - 1
+    for stage in range(last + 1):
+        place = folder if stage == last else folder.with_name(f"{folder.name}-stage-{stage}")
+        words = words_of(checkpoint, name, stage, seed=seed, steps=steps, rate=rate, folder=place)
+        if before is not None:
+            base = merged_of(place)
+            model_of(checkpoint, before).save_pretrained(base)
+            AutoTokenizer.from_pretrained(BOX / checkpoint).save_pretrained(base)
+            words += ["--model", str(base)]
+        if not (place / "rope_ext.json").exists():
+            finetune.main(words)
+        before = place
 
 
 @cache
@@ -139,15 +190,12 @@ def lowest(loss: Callable[[float], float], rate: float) -> float:
 
 def cell_of(checkpoint: str, name: str, args: argparse.Namespace) -> dict[str, Any]:
     """Choose a rate with the first seed, train with every seed, measure before and after."""
-    method = SCHEMES[name][1]
+    method = SCHEMES[name].method
     began = time.monotonic()
 
     def trained(rate: float, seed: int) -> Path:
         folder = args.output / f"{checkpoint}-{name}-{args.steps}-{rate}-{seed}"
-        if not (folder / "rope_ext.json").exists():
-            finetune.main(
-                words_of(checkpoint, name, seed, steps=args.steps, rate=rate, folder=folder)
-            )
+        train(checkpoint, name, seed=seed, steps=args.steps, rate=rate, folder=folder)
         return folder
 
     @cache
@@ -189,7 +237,7 @@ def verdict(one: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) ->
 def show(cells: Mapping[tuple[str, str], Mapping[str, Any]]) -> None:
     table = Table(title="perplexity and passkeys on unseen text, before -> after")
     columns = ("checkpoint", "scheme", "rate", "512", "4096", "keys, 512", "keys, 4096")
-    for column in (*columns, "512, to pose", "4096, to pose"):
+    for column in (*columns, "512, to base", "4096, to base"):
         table.add_column(column)
     for (checkpoint, name), cell in cells.items():
         before = cell["before"]
@@ -202,11 +250,13 @@ def show(cells: Mapping[tuple[str, str], Mapping[str, Any]]) -> None:
         for key in ("found_inside", "found"):
             share = mean([mean(m[key]) for m in after])
             texts.append(f"{mean(before[key]):.0%} -> {share:.0%} of {len(before[key])}")
-        base = cells.get((checkpoint, BASELINE))
-        if base is not None and name != BASELINE:
+        compared = SCHEMES[name].base
+        base = cells.get((checkpoint, compared))
+        shown = name if compared in (name, BASELINE) else f"{name}, to {compared}"
+        if base is not None and name != compared:
             for key in ("inside", "far"):
                 texts.append(verdict([m[key] for m in after], [m[key] for m in base["after"]]))
-        table.add_row(checkpoint, name, *texts)
+        table.add_row(checkpoint, shown, *texts)
     Console(width=200).print(table)
 
 
@@ -215,7 +265,7 @@ def main(given: Sequence[str] | None = None) -> None:
     add = parser.add_argument
     add("--output", type=Path, required=True)
     add("--checkpoints", default=",".join(CHECKPOINTS))
-    add("--schemes", default=",".join(SCHEMES), dest="methods", help="schemes to compare with pose")
+    add("--schemes", default=",".join(SCHEMES), dest="methods", help="comma-separated")
     add("--steps", type=int, default=40, help="training steps of 8192 tokens")
     add("--seeds", type=int, default=4, help="number of trainings; intervals need 4")
     add("--windows", type=int, default=24, help="unseen text windows")

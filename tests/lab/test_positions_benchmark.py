@@ -17,15 +17,20 @@ from recipes.settings import parse
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
 def test_every_scheme_takes_as_many_tokens(checkpoint: str, tmp_path: Path) -> None:
     alike = set()
-    for name, (scheme, method, _) in positions.SCHEMES.items():
-        recipe, args = parse(positions.words_of(checkpoint, name, 2, 7, 1e-3, tmp_path / name))
-        assert finetune.check(recipe, args).target == 4096
-        assert (recipe.positions, recipe.method) == (scheme, method)
-        tokens = recipe.length * args.per_device_train_batch_size * args.max_steps
+    for name, scheme in positions.SCHEMES.items():
+        tokens = 0
+        for stage, (kind, length) in enumerate(scheme.stages):
+            words = positions.words_of(checkpoint, name, stage, 2, 8, 1e-3, tmp_path / name)
+            recipe, args = parse(words)
+            assert finetune.check(recipe, args).target == 4096
+            assert (recipe.positions, recipe.method) == (kind, scheme.method)
+            assert recipe.length == length
+            tokens += recipe.length * args.per_device_train_batch_size * args.max_steps
         alike.add((tokens, args.learning_rate, args.seed, recipe.dataset, recipe.retrieval_share))
     assert len(alike) == 1
-    assert {scheme for scheme, _, _ in positions.SCHEMES.values()} == {
-        *("pose", "pose_released", "random", "random_floats", "cream", "mixed_windows")
+    assert {kind for scheme in positions.SCHEMES.values() for kind, _ in scheme.stages} == {
+        *("pose", "pose_released", "random", "random_floats", "cream", "mixed_windows"),
+        "consecutive",
     }
 
 
@@ -53,6 +58,18 @@ def test_a_clear_difference_is_told_with_its_sign_and_its_seeds() -> None:
     assert told(0.1, 0.005, 0.01, 0).endswith("higher, 4 seeds")
     value, low, high = told(0.1, 0.005, 0.01, 0).replace("[", "").split(" % ")[0], 9.0, 12.0
     assert low < float(value) < high  # exp(0.1) - 1 is 10.5 %
+
+
+@pytest.mark.slow
+def test_a_second_stage_trains_the_merged_model_of_the_first(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    positions.train("tiny-512", "short_first", seed=0, steps=4, rate=1e-2, folder=folder)
+    base = positions.model_of("tiny-512", tmp_path / "run-stage-0").state_dict()
+    begun = positions.AutoModelForCausalLM.from_pretrained(tmp_path / "run-base").state_dict()
+    assert all(torch.equal(base[name], begun[name]) for name in base)
+    before, after = (positions.model_of("tiny-512", at).state_dict() for at in (None, folder))
+    key = "model.layers.0.self_attn.q_proj.weight"
+    assert not torch.equal(base[key], before[key]) and not torch.equal(after[key], base[key])
 
 
 @pytest.mark.slow

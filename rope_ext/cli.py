@@ -11,7 +11,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from rope_ext.command.arguments import command_words, parse_length
-from rope_ext.command.cli_arguments import Commands, Model, PatchOptions, Target, command
+from rope_ext.command.cli_arguments import (
+    Commands,
+    Model,
+    PatchOptions,
+    Target,
+    TrainedLength,
+    command,
+)
 from rope_ext.command.terminal import show, stoppable, tell, tell_next, unused
 from rope_ext.errors import ExportError
 from rope_ext.quoting import shell_join
@@ -45,16 +52,17 @@ def describe(patch_options: PatchOptions) -> None:
         tell_next(command_words("recommend", patch_options.model, length=4 * found.target_length))
     elif patch_options.method is None and found.serve:
         patch_options.tell_check()
-    elif patch_options.method is None:
-        # An engine may run an adapter once it is merged.
-        adapter = (Path(patch_options.model) / "adapter_config.json").exists()
-        tell(f"done: use it in Python{'' if adapter else '; no engine runs it'}")
+    elif (Path(patch_options.model) / "adapter_config.json").exists():
+        tell("done: use it in Python")  # an engine may run it once it is merged
     else:
         try:
             rope_ext.export(patched, "vllm")
             tell_next(patch_options.words("export", engine="vllm"))
-        except ExportError:  # no engine runs it, so compare it in Python
-            patch_options.tell_compare(found.length, found.target_length)
+        except ExportError:  # no engine runs it
+            if patch_options.method is None:
+                tell("done: use it in Python; no engine runs it")
+            else:
+                patch_options.tell_compare(found.length, found.target_length)
 
 
 @command(app)
@@ -65,6 +73,7 @@ def recommend(
     calibration: Path | None = None,
     engine: str | None = None,
     text: list[str] | None = None,
+    trained_length: TrainedLength = None,
     everything: Annotated[
         bool, typer.Option("--all", help="Also list all other methods that the model accepts.")
     ] = False,
@@ -78,10 +87,16 @@ def recommend(
         text: Text to evaluate on, for the next commands. Repeatable.
     """
     import rope_ext
+    from rope_ext.advice.recommend import calibration_for
     from rope_ext.config.record import option_texts
 
     found = rope_ext.recommend(
-        model, parse_length(length), finetune=finetune, calibration=calibration, engine=engine
+        model,
+        parse_length(length),
+        finetune=finetune,
+        calibration=calibration,
+        engine=engine,
+        original_max_position_embeddings=trained_length,
     )
     show(found.full() if everything else found)
     best = found.method
@@ -95,7 +110,9 @@ def recommend(
         compose=found.compose,
         trained_length=trained,
     )
-    calibrated = calibration is not None and not (finetune or engine)  # otherwise compare first
+    # What the calibration chose has been measured; anything else is compared first.
+    calibrated = calibration is not None and not (finetune or engine)
+    calibrated = calibrated and calibration_for(model, calibration).method == best
     if calibrated and found.serve != best:
         tell(f"done: use it in Python: {found.call}")
     elif calibrated or engine is not None:
@@ -151,7 +168,7 @@ def diagnose(patch_options: PatchOptions, length: str) -> None:
     show(found)
     if patch_options.method is not None:
         patch_options.tell_compare(found.trained_length, tokens)
-    elif tokens > found.trained_length:
+    elif tokens > rope_ext.describe(patch_options.patched()).target_length:
         tell_next(command_words("recommend", patch_options.model, length=tokens))
 
 

@@ -328,9 +328,32 @@ def test_on_a_checkpoint_that_is_scaled_already() -> None:
     found = rope_ext.recommend(yarn, 4 * LENGTH)
     assert found.method.replaces_attention and found.compose is True
     assert f"serve with vllm, sglang, llama.cpp, ollama, transformers, mlx\n  {call}" in str(found)
+    # Nothing goes on top of the dynamic type, so its own factor grows.
     dynamic = tiny_llama(rope_parameters=rope | {"rope_type": "dynamic"})
-    with pytest.raises(rope_ext.AlreadyScaledError, match="rope_type 'default'"):
-        rope_ext.recommend(dynamic, 640)
+    found = rope_ext.recommend(dynamic, 640)
+    assert found.call == "rope_ext.patch(model, 'dynamic_ntk', factor=10, compose='raise')"
+    assert accepted(found, dynamic) == 640
+
+
+def test_the_trained_length_can_be_given_as_for_patch() -> None:
+    """A configuration may have the length of a recipe, as Qwen2.5 does."""
+    claims = tiny_llama(max_position_embeddings=16 * LENGTH)
+    with pytest.raises(rope_ext.OptionError, match="use it unpatched"):
+        rope_ext.recommend(claims, 4 * LENGTH)
+    given = {"original_max_position_embeddings": LENGTH}
+    found = rope_ext.recommend(claims, 4 * LENGTH, **given)
+    assert found.trained_length == LENGTH and found.factor == 4
+    assert f"original_max_position_embeddings={LENGTH}" in found.call
+    assert accepted(found, claims) == 4 * LENGTH
+    with pytest.raises(rope_ext.OptionError, match="original_max_position_embeddings=0"):
+        rope_ext.recommend(claims, 4 * LENGTH, original_max_position_embeddings=0)
+
+
+@pytest.mark.parametrize("function", ["describe", "diagnose", "export", "recommend", "unpatch"])
+def test_what_is_no_model_of_transformers_is_refused_as_patch_does(function: str) -> None:
+    more = {"diagnose": (100,), "recommend": (100,), "export": ("vllm",)}.get(function, ())
+    with pytest.raises(rope_ext.NoRopeError, match="Linear is not a transformers model"):
+        getattr(rope_ext, function)(torch.nn.Linear(2, 2), *more)
 
 
 @pytest.mark.parametrize("name", ["model", "a 'b': \"c\" #d"])

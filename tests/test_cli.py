@@ -252,8 +252,15 @@ def test_the_trained_length_of_a_recipe_reaches_the_next_command(tmp_path: Path)
     told = call("recommend", tmp_path, "--length", "128k", "--engine", "vllm").stderr
     assert "--engine vllm" in told and "--trained-length 32768" in told
     words = ("export", tmp_path, "--engine", "vllm", "--method", "yarn", "--factor", 4)
-    given = call(*words, "--trained-length", 32768).stdout
-    assert '"original_max_position_embeddings": 32768' in given
+    for length in (32768, "32k"):
+        given = call(*words, "--trained-length", length).stdout
+        assert '"original_max_position_embeddings": 32768' in given
+    wrong = call(*words, "--trained-length", "32kk")
+    assert wrong.exit_code == 2 and "--trained-length '32kk' is not a number" in wrong.stderr
+    words = ("recommend", tmp_path, "--length", "32k", "--trained-length", "16k")
+    told = call(*words)
+    assert told.exit_code == 0 and "16384 -> 32768 tokens" in told.stdout
+    assert "--trained-length 16384" in told.stderr
 
 
 def test_plot_reads_no_weights(checkpoint: Path, tmp_path: Path, loader_fails: None) -> None:
@@ -283,6 +290,13 @@ def test_a_model_saved_under_a_patch(checkpoint: Path, tmp_path: Path) -> None:
     assert result.exit_code == 0 and "128 -> 1024 tokens" in result.stdout, result.stderr
     result = call("describe", tmp_path / "saved", "--method", "yarn", "--factor", 4)
     assert result.exit_code == 0 and "yarn(factor=4" in result.stdout
+    result = call("describe", tmp_path / "saved")
+    assert "only vllm and sglang with rope_ext installed can run it" in result.stdout
+    assert "--engine vllm" in result.stderr
+    assert call("export", tmp_path / "saved", "--engine", "vllm").exit_code == 0
+    within = call("diagnose", tmp_path / "saved", "--length", 256)  # which the patch reaches
+    assert within.exit_code == 0 and "recommend" not in within.stderr
+    assert "recommend" in call("diagnose", tmp_path / "saved", "--length", "1k").stderr
 
     def measured(model: Path, output: Path) -> list[dict]:
         words = instead(quick(model, output), ["--methods", "rerope"])

@@ -356,7 +356,12 @@ def variants(evidence: Evidence) -> str:
             for span in ("1x", "2x")
         ]
         if any(parts):
-            text = ", ".join(f"{name}={value!r}" for name, value in options.items())
+            # A window is a share of the trained length there, and tokens for whoever types it.
+            typed = {
+                name: int(value * evidence.trained) if name == "window" else value
+                for name, value in options.items()
+            }
+            text = ", ".join(f"{name}={value!r}" for name, value in typed.items())
             prompts = [evidence.prompts(method, TASKS[1], 2, each) for each in (None, options)]
             rows.append([f"`{method}`, `{text}`", *parts, *map(_share, prompts)])
     return _table(rows) if len(rows) > 1 else ""

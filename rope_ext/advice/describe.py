@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 
 from rope_ext.config.record import option_texts, record_of
 from rope_ext.config.settings import unread
-from rope_ext.engines import serving_commands
+from rope_ext.engines import engines_with_plugin, serving_commands
 from rope_ext.errors import ExportError, OptionError, brief
 from rope_ext.methods import Method, all_methods
 from rope_ext.methods.rope import whole_number
@@ -215,7 +215,10 @@ def _described_as_saved(given: PreTrainedConfig | str | Path) -> Description:
         merge = command_line(["python", "recipes/merge.py", saved.name, "--output", "MERGED"])
         notes += (f"to serve it, merge the adapter: {merge}",)
     elif not serve:
-        notes += (f"no engine can run it; load it with rope_ext.from_pretrained({saved.name!r})",)
+        state = current_patch(saved.model)
+        able = engines_with_plugin(state, saved) if state is not None else ()
+        where = f"only {' and '.join(able)} with rope_ext installed" if able else "no engine"
+        notes += (f"{where} can run it; load it with rope_ext.from_pretrained({saved.name!r})",)
     return dataclasses.replace(found, notes=notes, serve=serve)
 
 

@@ -65,6 +65,10 @@ _RAISED = (
     "the checkpoint's own scaling with a larger factor: after training under it, 11.8 % less "
     "perplexity than YaRN on top of YaRN (docs/using.md)."
 )
+_RAISED_DYNAMIC = (
+    "the checkpoint's own scaling with a larger factor: no method goes on top of it, since its "
+    "frequencies change with the sequence."
+)
 
 
 @dataclass(frozen=True)
@@ -126,6 +130,7 @@ def recommend(
     finetune: bool = False,
     calibration: Any = None,
     engine: str | None = None,
+    original_max_position_embeddings: int | None = None,
 ) -> Recommendation:
     """Recommend a method for a model and a length, with reasons and their sources.
 
@@ -145,6 +150,8 @@ def recommend(
             for fine-tuning.
         engine: an engine of :func:`rope_ext.export`: recommend only methods that it can run. None
             returns two methods: ``method`` for this process and ``serve`` for other engines.
+        original_max_position_embeddings: trained length in tokens, if the configuration has
+            another one, as for :func:`rope_ext.patch`. A vendor's recipe is left out then.
 
     Returns a recommendation to print, or to pass to :func:`rope_ext.patch`.
 
@@ -159,11 +166,20 @@ def recommend(
     if engine is not None:
         check_engine(engine)  # report mistakes before contacting the Hub
     require_length("target_length", target_length)
+    if original_max_position_embeddings is not None:
+        require_length("original_max_position_embeddings", original_max_position_embeddings)
     model, notes = _without_patch(model_or_config, target_length)
     found = calibration_for(model_or_config, calibration)
     place = model if isinstance(model_or_config, PreTrainedConfig) else model_or_config
     use = purpose(unwrap(model).config, place)
-    case = _case(model, use, target=target_length, finetune=finetune, engine=engine)
+    case = _case(
+        model,
+        use,
+        target=target_length,
+        finetune=finetune,
+        engine=engine,
+        length=original_max_position_embeddings,
+    )
     decoder = text_decoder(model)
     if rotates_windows_only(decoder, find_sites(decoder)):
         raise UnsupportedModelError(f"{type(decoder).__name__}: {WINDOWS_ONLY}")
@@ -175,6 +191,11 @@ def recommend(
         calibrated = _calibrated(case, name, found, asked=calibration is not None)
     if calibrated is None:
         _require_carried(case, name)
+    elif _compares_nothing(calibrated[0], found):
+        notes += (
+            f"the calibration keeps the default options of {calibrated[0].name} and tried no "
+            f"other method, so it does not choose one.",
+        )
     else:  # after a vendor's recipe, which comes first
         candidates.insert(int(case.recipe is not None), calibrated)
     # All are tried on the model itself, so that a recommendation cannot be refused later.
@@ -238,11 +259,20 @@ def _calibrated(case: _Case, name: str, found: Any, asked: bool) -> tuple[Method
     return None
 
 
+def _compares_nothing(method: Method, found: Any) -> bool:
+    """Whether a calibration tried this method only and changed none of its options."""
+    with suppress(OptionError):  # options without a default
+        default = build_method(method.name, factor=method.factor)
+        return len(getattr(found, "choices", ())) == 1 and method == default
+    return False
+
+
 def _without_patch(
     given: nn.Module | PreTrainedConfig | str | Path, target: int
 ) -> tuple[nn.Module, tuple[str, ...]]:
     """Return the model, or one without weights, and a note if it was saved under a patch."""
     if isinstance(given, nn.Module):
+        text_decoder(given)  # raises NoRopeError without a configuration
         return given, gguf_source.scaling_notes(unwrap(given).config)
     saved = read_saved(given)
     state = current_patch(saved.model)
@@ -272,14 +302,20 @@ def _without_patch(
     )
 
 
-def _case(model: nn.Module, use: Purpose, target: int, finetune: bool, engine: str | None) -> _Case:
+def _case(
+    model: nn.Module,
+    use: Purpose,
+    target: int,
+    finetune: bool,
+    engine: str | None,
+    length: int | None,
+) -> _Case:
     """Read what a recommendation depends on; raises OptionError if ``target`` tokens need none."""
     decoder = text_decoder(model)
-    site = first_site(model)
+    site = first_site(model, length=length)
     configured = site.rope.length
     kind = text_config(decoder).model_type
     scaled = is_scaled(decoder, site)
-    length = None
     recipe = None
     raised = None
     if target <= configured:
@@ -296,9 +332,13 @@ def _case(model: nn.Module, use: Purpose, target: int, finetune: bool, engine: s
             if (one["model_type"], one["rope_type"]) == (kind, site.rope_type):
                 scaled += f", as {one['models']}: {one['settings']}; {one['source']}"
                 shipped = True
-        if site.rope_type == "yarn":  # other types were not measured
-            raised = YaRN(factor=factor_to(target, not_none(site.settings.length)))
-    elif not finetune:
+        # Other types were not measured; but nothing goes on top of the dynamic one.
+        if site.rope_type in ("yarn", "dynamic"):
+            factor = factor_to(target, not_none(site.settings.length))
+            raised = build_method(
+                "yarn" if site.rope_type == "yarn" else "dynamic_ntk", factor=factor
+            )
+    elif not finetune and length is None:
         own = (r for r in _RECIPES if kind in r.model_types and configured in r.configured)
         recipe = next((r for r in own if target <= r.factor * r.trained), None)
     if recipe is not None and recipe.trained != configured:
@@ -326,7 +366,8 @@ def _candidates(case: _Case) -> Iterator[tuple[Method, str]]:
     factor = case.factor
     recipe = case.recipe
     elsewhere = case.finetune or case.engine is not None
-    raised = [] if case.raised is None else [(case.raised, _RAISED)]
+    reason = _RAISED if isinstance(case.raised, YaRN) else _RAISED_DYNAMIC
+    raised = [] if case.raised is None else [(case.raised, reason)]
     if elsewhere:
         yield from raised
     if recipe is not None:  # never for fine-tuning

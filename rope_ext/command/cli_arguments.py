@@ -15,11 +15,17 @@ from rope_ext.command.arguments import (
     check_early,
     command_words,
     parse_compose,
+    parse_length,
     parse_options,
     take,
 )
 from rope_ext.command.terminal import clean_errors, quiet, tell, tell_next, unused
 from rope_ext.errors import OptionError
+
+
+def _parse_trained_length(text: str) -> int:
+    return parse_length(text, "--trained-length")
+
 
 Model = Annotated[
     str,
@@ -45,6 +51,15 @@ Compose = Annotated[
     ),
 ]
 
+TrainedLength = Annotated[
+    Any,  # int or None
+    typer.Option(
+        parser=_parse_trained_length,
+        metavar="TOKENS",
+        help="Override the trained length in the config, such as 32k.",
+    ),
+]
+
 
 _EVALUATORS = "rope_eval"  # it depends on this package, so it is imported on demand
 RUN_HERE = ("llama.cpp", "mlx", "transformers")
@@ -65,9 +80,7 @@ class PatchOptions:
     ] = None
     option: Option = None
     compose: Compose = False
-    trained_length: Annotated[
-        int | None, typer.Option(help="Override the trained length in the config.")
-    ] = None
+    trained_length: TrainedLength = None
 
     def words(self, command: str, **more: Any) -> list[str]:
         return command_words(command, **vars(self), **more)

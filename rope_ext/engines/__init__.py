@@ -147,5 +147,12 @@ def serving_commands(saved: Saved) -> tuple[str, ...]:
 
 
 def engines_for(model: nn.Module) -> tuple[str, ...]:
+    """Return the engines that run a patched model without this package."""
     state = current_patch(model)
     return () if state is None else tuple(n for n in _ENGINES if _runs_by_itself(n, state))
+
+
+def engines_with_plugin(state: Patch, saved: Saved | None = None) -> tuple[str, ...]:
+    """Return the engines that run a patch only with this package installed beside them."""
+    able = [name for name in _BY_ITSELF if _runs(name, state, saved)]
+    return tuple(name for name in able if not _runs_by_itself(name, state, saved))

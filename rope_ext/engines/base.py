@@ -126,10 +126,32 @@ def _replaceable(path: Path, text: str) -> bool:
             return there == text or bool(_MODELFILE.fullmatch(there))
         before = json.loads(there)
         after = json.loads(text)
-        names = "model_type vocab_size num_hidden_layers hidden_size intermediate_size"
-        return all(before.get(name) == after.get(name) for name in names.split())
+        return _same_model(before, after)
     except (OSError, ValueError, AttributeError, RecursionError):
         return False
+
+
+_KEEP_BASE = ("yarn", "llama3", "longrope")
+"""Types whose configuration has the base and the trained length of what they extend."""
+
+
+def _same_model(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
+    """Whether two configurations differ at most by an extension of the context."""
+    names = "model_type vocab_size num_hidden_layers hidden_size intermediate_size sliding_window"
+    if any(before.get(name) != after.get(name) for name in names.split()):
+        return False
+    (_, base, trained), (kind, new_base, extends) = map(_rope_of, (before, after))
+    # Other types may change the base and need not say what they extend.
+    return kind not in _KEEP_BASE or (base, trained) == (new_base, extends)
+
+
+def _rope_of(config: Mapping[str, Any]) -> tuple[str, Any, Any]:
+    """Read a configuration's rope_type, base and trained length, in any version's names."""
+    fields = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = fields.get("rope_type", fields.get("type", "default"))
+    base = fields.get("rope_theta", config.get("rope_theta"))
+    length = fields.get("original_max_position_embeddings")
+    return kind, base, length or config.get("max_position_embeddings")
 
 
 def is_shipped(saved: Saved | None, state: Patch) -> bool:

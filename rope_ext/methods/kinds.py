@@ -317,6 +317,10 @@ class DynamicMethod(FrequencyMethod):
 
     length: Tokens | None = None
 
+    def target_length(self, rope: Rope) -> int:
+        """The ``length`` that the frequencies are fixed for, or else that of ``factor``, tokens."""
+        return super().target_length(rope) if self.length is None else max(rope.length, self.length)
+
     def inv_freq_at(self, rope: Rope, lengths: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
 

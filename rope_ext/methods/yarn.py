@@ -31,7 +31,7 @@ class YaRN(FrequencyMethod):
     """
 
     name = "yarn"
-    summary = "fine-tuning, and serving with any engine; works untrained up to factor 4"
+    summary = "fine-tuning, and serving with other engines; works untrained up to factor 4"
     candidates = BETAS
 
     beta_fast: BetaFast = 32.0

@@ -191,8 +191,9 @@ def text_encoder(model: nn.Module) -> nn.Module | None:
 
 def text_parts(model: nn.Module) -> list[nn.Module]:
     """Return the text models that a patch of ``model`` changes: its decoder, then its encoder."""
+    decoder = text_decoder(model)  # first, since it raises NoRopeError without a configuration
     encoder = text_encoder(model)
-    return [text_decoder(model), *([] if encoder is None else [encoder])]
+    return [decoder, *([] if encoder is None else [encoder])]
 
 
 def text_root(model: nn.Module) -> nn.Module:

@@ -25,7 +25,7 @@ from tests.families.zoo import tiny_model, tiny_of
 from tests.helpers.checkpoint import save_checkpoint
 from tests.helpers.draft_folders import FOLDERS, WITHIN, model_part, write_draft
 from tests.helpers.engines import TABLE, built
-from tests.helpers.models import tiny_llama
+from tests.helpers.models import LENGTH, tiny_llama
 
 FIXED: dict[str, tuple[str, dict[str, Any]]] = {
     "yarn": ("yarn", {}),
@@ -139,7 +139,8 @@ def test_the_tensor_divides_the_frequencies() -> None:
 @pytest.mark.parametrize("case", FIXED)
 def test_ollama_runs_what_a_file_can_say(case: str) -> None:
     made = rope_ext.export(patched(case), "ollama")
-    assert made.files["Modelfile"] == "FROM ./MODEL-long.gguf\nPARAMETER num_ctx 256\n"
+    reached = 4 * LENGTH if "length" not in FIXED[case][1] else FIXED[case][1]["length"]
+    assert made.files["Modelfile"] == f"FROM ./MODEL-long.gguf\nPARAMETER num_ctx {reached}\n"
     assert "rope-ext gguf MODEL.gguf --method" in made.command
     assert ("tensors" in made.settings) == (case not in BY_FLAGS or case == "yarn hotter")
 
@@ -420,6 +421,16 @@ def test_files_are_written_into_a_new_folder_and_over_nothing_else(tmp_path: Pat
         with pytest.raises(rope_ext.ExportError, match="exists and would be lost"):
             made.write(tmp_path)
         assert (tmp_path / "config.json").read_text() == text
+    # A model that differs only in what is extended is another one; ours may be extended again.
+    for other in ({"rope_theta": 5e5}, {"max_position_embeddings": 128}):
+        (tmp_path / "config.json").unlink()
+        tiny_llama(**other).config.save_pretrained(tmp_path)
+        with pytest.raises(rope_ext.ExportError, match="exists and would be lost"):
+            made.write(tmp_path)
+    (tmp_path / "config.json").unlink()
+    tiny_llama().config.save_pretrained(tmp_path)
+    for method in ("yarn", "llama3", "yarn"):
+        rope_ext.export(patched(method), "transformers").write(tmp_path)
     ollama = rope_ext.export(patched("yarn"), "ollama")
     assert ollama.write(tmp_path) == ollama.write(tmp_path)
     rope_ext.export(patched("pi"), "ollama").write(tmp_path)  # replaces a Modelfile of ours

@@ -130,11 +130,33 @@ def test_the_best_the_cheap_and_the_served_are_named() -> None:
     found = Recommendation(measured, 512, {"served": ["vllm"]})
     picks = (found.beyond, found.cheap, found.served)
     assert [pick.best.name for pick in picks] == ["dear", "cheap", "served"]
-    assert found.choice.name == "served"
+    assert found.choice.name == "dear"  # the others are clearly worse beyond
     beyond, cost, engines = found.bullets
     assert beyond.startswith("Beyond 512 tokens, dear is best")
     assert "Best that costs at most 5%: cheap, perplexity" in cost
     assert engines.startswith("Best that an engine can serve (vllm): served, perplexity")
+
+
+def test_of_equals_the_one_that_is_cheap_and_served_is_continued_with() -> None:
+    plain, dear = scores(2.0, 0.0, 0), scores(0.1, 0.2, 20)
+    measured = {"unpatched": plain, "dear": dear, "cheap": scores(0.1, 0.0, 20)}
+    found = Recommendation(measured, 512, {"dear": ["vllm"], "cheap": ["vllm"]})
+    assert found.beyond.best.name == "dear" and found.choice.name == "cheap"
+
+
+def test_what_helps_is_best_not_what_buys_perplexity_with_passkeys() -> None:
+    forgets, infinite = scores(0.1, 0.0, 0), Scores({512: EASY, 1024: [math.inf] * len(EASY)})
+    measured = {"unpatched": scores(2.0, 0.0, 12), "helps": scores(0.9, 0.0, 11)}
+    passes = {512: [1.0] * 20, 1024: [1.0] * 20}
+    infinite = Scores(infinite.losses, passes)
+    for name, other in {"forgets": forgets, "infinite": infinite}.items():
+        for both in ({name: other, **measured}, {**measured, name: other}):
+            found = Recommendation(both, 512)
+            assert found.beyond.best.name == found.choice.name == "helps"
+            assert str(found).startswith("Beyond 512 tokens, helps is best: ")
+            assert "Not significantly different" not in str(found)
+        found = str(Recommendation({"unpatched": measured["unpatched"], name: other}, 512))
+        assert found.startswith(f"{name} does not help beyond")
 
 
 def test_one_method_is_not_called_the_best() -> None:

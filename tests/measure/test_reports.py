@@ -205,11 +205,12 @@ def test_the_best_that_an_engine_can_serve_is_named_with_its_engines(helped: Rep
     beyond, cost, engines = helped.recommendations
     assert "rerope is best" in beyond and "perplexity" in cost
     assert "llama.cpp" in engines.split("(")[1].split("): yarn")[0], engines
+    assert engines.endswith("vllm and sglang can serve rerope with rope_ext installed.")
     [words] = helped.next_commands
     assert words[words.index("--text") + 1].endswith("texts.jsonl")  # not on other text
     command = typer.main.get_command(app).get_command(None, words[1])
     made = command.make_context(words[1], words[2:])  # parsed, not run
-    assert words[:2] == ["rope-ext", "calibrate"] and made.params["methods"] == "yarn"
+    assert words[:2] == ["rope-ext", "calibrate"] and made.params["methods"] == "rerope"
 
 
 def test_a_length_beyond_the_factor_is_measured_again_with_a_factor_that_reaches_it(

@@ -351,3 +351,14 @@ def test_yarn_ramp_ends_at_the_last_column_as_in_transformers() -> None:
     rope = Rope.geometric(base=10.0, dim=16, length=64)
     kept = YaRN(factor=4, beta_slow=0.01).kept(rope)
     torch.testing.assert_close(kept, 1 - torch.arange(8, dtype=torch.float64) / 15)
+
+
+@pytest.mark.parametrize("name", ["dynamic_yarn", "dynamic_ntk"])
+@pytest.mark.parametrize("length", [100, 1000])
+def test_a_fixed_length_is_what_a_dynamic_method_reaches(name: str, length: int) -> None:
+    """Frequencies for 100 tokens do not reach those of the factor, and those for 1000 do."""
+    rope = Rope.geometric(base=1e4, dim=16, length=64)
+    assert build_method(name, factor=4).target_length(rope) == 256
+    method = build_method(name, factor=4, length=length)
+    assert method.target_length(rope) == length
+    assert torch.equal(method.inv_freq(rope), method.frequencies(rope, length))

@@ -7,17 +7,20 @@ import os
 import random
 import re
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 from itertools import product
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from rope_eval.data.rows import Row, read_rows
 from rope_ext.errors import MeasureError, first_line
 
 _SKIPPED = {"site-packages", "test", "tests", "idle_test", "encodings", "__pycache__"}
 _SUFFIXES = {".txt", ".md", ".jsonl", ".parquet"}
+
+MOST_REPEATED = 0.2
+"""Largest share of copied spans in a text whose documents count as independent."""
 
 
 def python_library(split: Literal["train", "held_out"]) -> list[str]:
@@ -86,6 +89,19 @@ def _field(row: Row) -> str:
     """Return the text of a row; empty if it is null."""
     text = row.text("text") if row.data.get("text", "missing") is not None else ""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # lone surrogates
+
+
+def share_of_copies(rows: Iterable[Sequence[Any]], span: int) -> float:
+    """Return the share of ``span`` consecutive items that occur before, in the same row or another.
+
+    Rows are strings or tokens.
+    """
+    spans = [
+        hash(row[i : i + span] if isinstance(row, str) else tuple(row[i : i + span]))
+        for row in rows
+        for i in range(len(row) - span + 1)
+    ]
+    return 1 - len(set(spans)) / max(1, len(spans))
 
 
 def sentences(text: str) -> list[str]:

@@ -18,12 +18,14 @@ from rope_eval.tasks.passkey import Passkey
 from rope_eval.tasks.perplexity import Perplexity
 from rope_ext.command.arguments import UNPATCHED, command_words
 from rope_ext.command.terminal import unused
-from rope_ext.engines import engines_for
+from rope_ext.engines import engines_for, engines_with_plugin
 from rope_ext.errors import RopeExtError
 from rope_ext.methods import extended_length
+from rope_ext.methods.checked import not_none
 from rope_ext.methods.rope import factor_to
+from rope_ext.patching import current_patch
 from rope_ext.quoting import command_line
-from rope_ext.saving.folder import model_of
+from rope_ext.saving.folder import model_of, patch_without_weights
 
 _MORE = {"windows": 64, "trials": 20}
 """Options of a larger comparison, suggested if the default is inconclusive."""
@@ -33,18 +35,33 @@ ON_CPU = ("--use_cpu", "true", "--quantize", "false", "--optim", "adamw_torch")
 """Settings that a GPU recipe needs on a CPU."""
 
 
-def engines_of(systems: Sequence[System], arguments: Sequence[Any]) -> dict[str, tuple[str, ...]]:
-    """Return the engines that can serve each method of a model, by label; reads no weights."""
-    found: dict[str, tuple[str, ...]] = {}
+Engines = dict[str, tuple[str, ...]]
+
+
+def engines_of(systems: Sequence[System], arguments: Sequence[Any]) -> tuple[Engines, Engines]:
+    """Return the engines that can serve each method of a model, by label; reads no weights.
+
+    First those that can by themselves, then those that can with this package installed.
+    """
+    found: Engines = {}
+    plugins: Engines = {}
     with suppress(RopeExtError):
         model = model_of(systems[0].model)
         for system in systems:
-            if built(system.method, system.options).replaces_attention:
-                continue  # no engine supports its layers
+            method = built(system.method, system.options)
             # A patch that needs weights has no engine here; the report does not fail for it.
-            with suppress(RopeExtError), under(model, system.method, system.options, *arguments):
-                found[system.label] = engines_for(model)
-    return found
+            with suppress(RopeExtError):
+                if method.replaces_attention:  # only recorded, so on a model of its own
+                    noted = patch_without_weights(
+                        model_of(systems[0].model),
+                        method,
+                        {"compose": arguments[0], "original_max_position_embeddings": arguments[1]},
+                    )
+                    plugins[system.label] = engines_with_plugin(not_none(current_patch(noted)))
+                    continue
+                with under(model, system.method, system.options, *arguments):
+                    found[system.label] = engines_for(model)
+    return found, plugins
 
 
 @dataclass(frozen=True)
@@ -125,8 +142,9 @@ class Advice(Results):
             found = Recommendation(table, trained, things="questions")
         else:
             patched = [system for system in ours if system.method != UNPATCHED]
-            engines = engines_of(patched, (settings.compose, settings.trained_length))
-            found = Recommendation(table, trained, engines)
+            arguments = (settings.compose, settings.trained_length)
+            engines, plugins = engines_of(patched, arguments)
+            found = Recommendation(table, trained, engines, plugins=plugins)
         bullets = found.bullets
         larger = self._larger_factor(ours)
         if found.broken:  # no method repairs broken weights
@@ -168,7 +186,8 @@ class Advice(Results):
             method = next(s.method for s in ours if s.label == choice.name)
             if settings.compose != "raise":
                 return self._calibrating(model, method)
-            engine = next(iter(choice.engines), "transformers")  # calibrate cannot raise
+            # Calibrate cannot raise a factor; position methods are not raised.
+            engine = next(iter(choice.engines), "transformers")
             patch_options = {"method": method, "factor": settings.factor, "compose": "raise"}
             return command_words("export", model, **patch_options, engine=engine)
         tasks = self.plan.tasks
@@ -176,6 +195,7 @@ class Advice(Results):
         enough = all(max(getattr(t, n, 0) for t in tasks) >= least for n, least in _MORE.items())
         if longest <= trained or enough:
             more = {"finetune": longest > trained, "text": list(self._texts)}
+            more["trained_length"] = settings.trained_length
             return command_words(
                 "recommend", model, length=extended_length(settings.factor, trained), **more
             )
@@ -214,7 +234,8 @@ class Advice(Results):
         lengths = self.plan.settings.lengths
         if self._embeds or all(system.method == UNPATCHED for system in self.plan.systems):
             longer = max(4 * max(system.trained for system in self.plan.systems), *lengths)
-            return command_words("recommend", model, length=longer)
+            given = {"length": longer, "trained_length": self.plan.settings.trained_length}
+            return command_words("recommend", model, **given)
         return self._comparing(model, lengths, "compared")
 
     def _comparing(self, model: str, lengths: Sequence[int], output: str, **more: Any) -> Words:

@@ -6,7 +6,7 @@ A difference is clear if its interval on identical cases excludes zero and it is
 ``SMALLEST_EFFECT``. The intervals are Bonferroni-corrected, 95 % together for all methods, so that
 equal methods are recommended in at most 5 % of cases. A method helps if, beyond the trained length,
 it is clearly better than the unpatched model in perplexity or passkeys, and clearly worse in
-neither.
+neither. The best is one that helps, if any does.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from rope_eval.cases import Outcome
@@ -90,6 +90,7 @@ class Evidence:
     helps: bool
     harms: bool
     engines: tuple[str, ...]
+    plugins: tuple[str, ...] = ()
 
     @property
     def costs_little(self) -> bool | None:
@@ -133,8 +134,9 @@ class Pick(NamedTuple):
 class Recommendation:
     """A recommended method; ``print`` it for its text. See this module for the rule.
 
-    ``scores`` are by method, the unpatched model under ``"unpatched"``, and ``engines`` those that
-    can serve each method (None: not known). ``beyond``, ``cheap`` and ``served`` are the best of
+    ``scores`` are by method, the unpatched model under ``"unpatched"``, ``engines`` those that can
+    serve each method by themselves (None: not known), and ``plugins`` those that can with this
+    package installed beside them. ``beyond``, ``cheap`` and ``served`` are the best of
     all, of those that cost little within the trained length, and of those that an engine can serve.
     """
 
@@ -144,10 +146,12 @@ class Recommendation:
         trained: int,
         engines: Mapping[str, Sequence[str]] | None = None,
         things: str = "passkeys",
+        plugins: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         self.scores = scores
         self.trained = trained
         self.engines = engines
+        self.plugins = plugins or {}
         self.things = things
         unpatched = scores[UNPATCHED]
         lengths = sorted(unpatched.losses or unpatched.passes)
@@ -173,11 +177,14 @@ class Recommendation:
 
     @property
     def choice(self) -> Evidence | None:
-        """The method to continue with, of those that help: served and cheap ones first."""
-        picks = [pick.best for pick in (self.cheap, self.served, self.beyond) if pick]
-        helping = [best for best in picks if best.helps]
-        both = [best for best in helping if best.cheap and best.engines]
-        return next(iter(both or helping), None)
+        """The method to continue with: of the best and its rivals that help, served and cheap ones.
+
+        What is clearly worse beyond the trained length is no choice, however cheap.
+        """
+        if self.beyond is None:
+            return None
+        helping = [e for e in (self.beyond.best, *self.beyond.rivals) if e.helps]
+        return max(helping, key=lambda e: (e.cheap + bool(e.engines), e.cheap), default=None)
 
     def _lower(self, one: str, other: str) -> bool:
         """Whether the perplexity of ``one`` is clearly lower beyond the trained length."""
@@ -220,17 +227,22 @@ class Recommendation:
             helps=better and not worse,
             harms=worse,
             engines=tuple((self.engines or {}).get(name, ())),
+            plugins=tuple(self.plugins.get(name, ())),
         )
 
     def _pick(self, methods: Sequence[Evidence]) -> Pick | None:
         if not methods:
             return None
-        # First what finds clearly less than the leader is out, then perplexity decides.
-        leader = max(methods, key=lambda e: e.found.value if self.counts and e.found else 0.0)
-        left = [e for e in methods if not self._fewer(e.name, leader.name)]
-        best, *others = sorted(left, key=_rank)
+        # One that helps goes before all others: the best number of one measure may be bought with a
+        # clear loss in the other. Next, one that does not harm.
+        first = [e for e in methods if e.helps] or [e for e in methods if not e.harms] or methods
+        # Among these, what finds clearly less than the leader is out, then perplexity decides.
+        leader = max(first, key=lambda e: e.found.value if self.counts and e.found else 0.0)
+        best = min((e for e in first if not self._fewer(e.name, leader.name)), key=_rank)
+        others = sorted((e for e in methods if e is not best), key=_rank)
         behind = {e.name for e in others if self._fewer(e.name, best.name)}
         behind |= {e.name for e in others if self._lower(best.name, e.name)}
+        behind |= {e.name for e in others if e.harms and not best.harms}
         return Pick(best, [e for e in others if e.name not in behind])
 
     @property
@@ -285,22 +297,27 @@ class Recommendation:
             return "The cost within the trained length was not measured."
         where = f"at {self.within[-1]} tokens"
         text = f"Cost {where}, {best.name}: {self._cost(best)}."
+        little = f"costs at most {MAX_COST:.0%}" if best.loss is not None else "loses none"
         if best.cheap or self.cheap is None:
             none = self.cheap is None and len(self.methods) > 1
-            return text + " No method is known to cost so little." * none
-        little = f"costs at most {MAX_COST:.0%}" if best.loss is not None else "loses none"
+            return text + f" Of no method is it clear that it {little}." * none
         return f"{text} Best that {little}: {self._other(self.cheap)}"
 
     def _engines(self) -> list[str]:
         if self.engines is None or self.beyond is None:
             return []
+        best = self.beyond.best
+        beside = ""
+        if best.plugins:
+            beside = f" {_listed(best.plugins)} can serve {best.name} with rope_ext installed."
         if self.served is None:
             them = "it" if len(self.methods) == 1 else "any of them"
-            return [f"No supported engine can serve {them}."]
+            alone = " by itself" if beside else ""
+            return [f"No supported engine can serve {them}{alone}.{beside}"]
         names = _listed(self.served.best.engines)
-        if self.served.best is self.beyond.best:
-            return [f"{names} can serve {self.served.best.name}."]
-        return [f"Best that an engine can serve ({names}): {self._other(self.served)}"]
+        if self.served.best is best:
+            return [f"{names} can serve {best.name}."]
+        return [f"Best that an engine can serve ({names}): {self._other(self.served)}{beside}"]
 
     def _other(self, pick: Pick) -> str:
         doubt = "" if pick.best.helps else ", not clearly better than the unpatched model"
@@ -325,7 +342,8 @@ class Recommendation:
         if cost is not None:
             known = {True: "at most", False: "more than", None: "cannot tell whether at most"}
             most = f"{known[evidence.costs_little]} {MAX_COST:.0%} of perplexity"
-            parts.append(f"{most} ({summary.signed(cost)} %)")
+            few = f", {cost.note}" if cost.low is None and cost.note else ""
+            parts.append(f"{most} ({summary.signed(replace(cost, note=''))} %{few})")
         if evidence.lost is not None:
             clear = "clearly fewer" if evidence.loses_passkeys else "no clear loss of"
             parts.append(f"{clear} {self.things}")

@@ -15,7 +15,7 @@ from rope_eval.reports.summary import Estimate, difference, estimate, is_clear, 
 from rope_eval.run.plan import Plan
 from rope_eval.systems import System
 from rope_eval.tasks.base import Task
-from rope_eval.tasks.passkey import MIN_FOUND
+from rope_eval.tasks.passkey import MIN_FOUND, Passkey
 from rope_ext.command.arguments import UNPATCHED
 
 EFFECTIVE = 0.856
@@ -171,6 +171,16 @@ class Results:
                 said.append(f"{where}, {' and '.join(changes)}")
         return f"Training under {before.method}: {'; '.join(said)}."
 
+    @property
+    def _easier(self) -> str:
+        """Options of a passkey that is easier to find than the one that was asked for."""
+        task = next(task for task in self.plan.tasks if isinstance(task, Passkey))
+        if task.needle == "word":
+            return "--digits 3 in place of --needle word"
+        return (
+            "--needle word" if task.digits and task.digits <= 3 else "--needle word or --digits 3"
+        )
+
     @cached_property
     def warnings(self) -> list[str]:
         low = []
@@ -183,6 +193,6 @@ class Results:
         if low:
             notes.append(
                 f"within its trained length the unpatched model finds few passkeys, "
-                f"{', '.join(low)}: those beyond say little; try --needle word or --digits 3"
+                f"{', '.join(low)}: those beyond say little; try {self._easier}"
             )
         return notes

@@ -31,7 +31,7 @@ from typing import Any, ClassVar, Literal
 
 from rope_eval.cases import Case, Questions
 from rope_eval.data.prompts import Frame, beginning, encode, joined
-from rope_eval.data.text import python_library, read_texts
+from rope_eval.data.text import MOST_REPEATED, python_library, read_texts, share_of_copies
 from rope_eval.settings import Settings
 from rope_eval.tasks.base import Kind, Task, option, register
 from rope_ext.command.arguments import parse_length
@@ -39,6 +39,7 @@ from rope_ext.errors import MeasureError, OptionError
 
 SCORED = 256
 STRIDING = ("sliding", "huggingface")
+_SPAN = 12  # tokens
 
 
 @dataclass(frozen=True)
@@ -208,7 +209,14 @@ class Segments(Task):
     def _notes(
         self, windows: Windows, lengths: Sequence[int], cases: Sequence[Case]
     ) -> Iterator[str]:
-        """Yield what limits the result: joined documents, one document, or few windows."""
+        """Yield what limits the result: joined or copied documents, one document, few windows."""
+        copies = share_of_copies(windows.texts, _SPAN)
+        if copies > MOST_REPEATED:
+            yield (
+                f"{copies:.0%} of the text is repeated (spans of {_SPAN} tokens that occur "
+                f"earlier), so that its documents are not independent and intervals are too "
+                f"narrow; give a --text without copies"
+            )
         if windows.joined:
             yield (
                 f"too few documents of {max(lengths)} tokens: documents are joined, so that a "

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 
 from rope_eval.cases import digest
 from rope_eval.data.prompts import Frame, blanks, encode
-from rope_eval.data.text import NOUNS, read_texts
+from rope_eval.data.text import MOST_REPEATED, NOUNS, read_texts, share_of_copies
 from rope_eval.folder import Log, read_lines, to_line, writing
 from rope_eval.forward import Advance, cost, score
 from rope_eval.reports.calibration import mean
@@ -43,8 +43,6 @@ from rope_ext.rotary.sites import evaluating, unwrap
 from rope_ext.saving import checkpoints
 
 HAY = ("filler", "text")
-MOST_REPEATED = 0.2
-"""Largest share of repeated text; see :func:`repeated_share`."""
 _SPAN = 50  # characters
 _DIGITS = 5
 _logger = logging.getLogger("rope_ext")
@@ -123,9 +121,7 @@ def repeated_share(texts: Iterable[str]) -> float:
 
     Python's library and Django's documentation have 2 to 5 %, ten copies of a text 90 %.
     """
-    flat = (" ".join(text.split()) for text in texts)
-    spans = [hash(text[i : i + _SPAN]) for text in flat for i in range(len(text) - _SPAN + 1)]
-    return 1 - len(set(spans)) / max(1, len(spans))
+    return share_of_copies((" ".join(text.split()) for text in texts), _SPAN)
 
 
 def _parts(frame: Frame, hay: str, key: str) -> tuple[Sequence[int], ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import random
 import re
 import sys
 from contextlib import nullcontext
@@ -388,3 +389,12 @@ def test_sliding_layers_in_blocks_equal_those_under_a_mask(monkeypatch: Any) -> 
     monkeypatch.setattr(sliding, "BLOCK", 8)
     monkeypatch.setitem(sliding.FUNCTIONS, "sdpa", sliding.attend)
     torch.testing.assert_close(score(model, rows, 20)[0], want)
+
+
+def test_copies_of_a_document_are_no_independent_ones(tokenizer: Any) -> None:
+    rng = random.Random(0)
+    texts = [" ".join(f"word{rng.randrange(97)}" for _ in range(300)) for _ in range(8)]
+    frame = Frame.from_tokenizer(tokenizer)
+    for documents, told in ((texts, False), (texts[:1] * 8, True)):
+        notes = Perplexity(documents, windows=8).questions(frame, [64], seed=0).notes
+        assert any("the text is repeated" in note for note in notes) is told

@@ -307,6 +307,12 @@ def test_a_model_saved_under_a_patch(checkpoint: Path, tmp_path: Path) -> None:
         return [json.loads(line)["value"] for line in lines]
 
     assert measured(tmp_path / "saved", tmp_path / "a") == measured(checkpoint, tmp_path / "b")
+    plain = AutoModelForCausalLM.from_pretrained(checkpoint)
+    rope_ext.patch(plain, "yarn", factor=4).save_pretrained(tmp_path / "plain")
+    AutoTokenizer.from_pretrained(checkpoint).save_pretrained(tmp_path / "plain")
+    words = instead(quick(tmp_path / "plain", tmp_path / "c"), ["--methods", "unpatched"])
+    result = call(*words, "--windows", 1)
+    assert result.exit_code == 0 and "and unpatched keeps that" in result.stderr, result.stderr
 
 
 def test_the_version_is_shown_as_a_command_and_as_a_module(

@@ -20,6 +20,8 @@ from rope_eval.tasks.base import Task
 from rope_eval.versions import versions
 from rope_ext.command.arguments import UNPATCHED
 from rope_ext.command.method_options import ADAPTER, checked_methods, saved_otherwise
+from rope_ext.config.nested import text_of
+from rope_ext.config.settings import all_settings
 from rope_ext.errors import MeasureError, RopeExtError
 from rope_ext.methods import method_class
 from rope_ext.saving import checkpoints as models
@@ -157,6 +159,7 @@ def prepare(settings: Settings, tasks: Sequence[Task]) -> Plan:
     notes = list(beyond(methods, lengths=requested, trained=trained, force=settings.force))
     if not settings.url:
         notes += saved_otherwise(configs)
+        notes += _scaled(configs)
     frames = {model: _frame(model, settings) for model in settings.models}
     chosen = _chosen(frames, parts, requested, trained=trained.values(), seed=settings.seed)
     notes += chosen.notes
@@ -318,6 +321,23 @@ def _identities(
         }
         for model, config in configs.items()
     }
+
+
+def _scaled(configs: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a note for each model with a scaling that plain transformers loads.
+
+    The configuration doesn't say whether it was trained so, or saved under an untrained patch.
+    """
+    for model, config in configs.items():
+        found = {one.rope_type: one for one in all_settings(text_of(config)).values()}
+        for kind, one in found.items():
+            if kind != "default" and models.saved_under(config) is None:
+                of = f" with factor {one.factor:g}" if one.factor else ""
+                yield (
+                    f"{model} is scaled by its configuration (rope_type {kind!r}{of}), and "
+                    f"{UNPATCHED} keeps that; if it was not trained so, measure the checkpoint "
+                    f"without it"
+                )
 
 
 def _systems(

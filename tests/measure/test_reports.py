@@ -235,6 +235,11 @@ def test_a_length_beyond_the_factor_is_measured_again_with_a_factor_that_reaches
     assert words[words.index("--factor") + 1] == f"{longest / trained:g}"
     [words] = helped.next_commands  # within the factor
     assert words[1] != "compare"
+    alone = dataclasses.replace(plan, tasks=plan.tasks[:1])  # of eval, without a recommendation
+    found = Report(alone, helped.outcomes)
+    [words] = found.next_commands
+    assert not found.recommendations and words[1] == "compare"
+    assert words[words.index("--factor") + 1] == f"{longest / trained:g}"
 
 
 def test_finetune_goes_on_with_training(helped: Report) -> None:

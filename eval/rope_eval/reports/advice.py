@@ -236,7 +236,10 @@ class Advice(Results):
             longer = max(4 * max(system.trained for system in self.plan.systems), *lengths)
             given = {"length": longer, "trained_length": self.plan.settings.trained_length}
             return command_words("recommend", model, **given)
-        return self._comparing(model, lengths, "compared")
+        ours = [system for system in self.plan.systems if system.model == model]
+        larger = self._larger_factor(ours)
+        more = {} if larger is None else {"factor": larger}
+        return self._comparing(model, lengths, "compared", **more)
 
     def _comparing(self, model: str, lengths: Sequence[int], output: str, **more: Any) -> Words:
         settings = self.plan.settings

@@ -27,22 +27,24 @@ KINDS = {"perplexity": "loss", "passkey": "rate"}
 
 def read(output: Path, factor: int, arm: str) -> dict[tuple[str, int], dict[str, list[Outcome]]]:
     """Read all outcomes: by task and length, then by row, each in the order of its prompts."""
-    found: dict[tuple[str, int], dict[str, list[Outcome]]] = {}
+    # By prompt, too: a resumed log may have an outcome twice.
+    found: dict[tuple[str, int], dict[str, dict[str, Outcome]]] = {}
     folders = [output / f"untrained-{factor}x", *sorted(output.glob(f"{arm}-{factor}x-*"))]
     for folder in folders:
+        trained = folder is not folders[0]
         for log in sorted(folder.glob("report-*/cases.jsonl")):
             for one in read_outcomes([log]).values():
-                trained = folder is not folders[0]
-                if trained and one.system == "unpatched":  # a report of an adapter begins with it
+                base = "unpatched" if one.system == "unpatched" else f"{one.system}, untrained"
+                if trained and base in BASES:  # the report of an adapter begins with these
                     continue
-                row = "unpatched" if one.system == "unpatched" else f"{one.system}, untrained"
-                row = f"trained, seed {folder.name.rpartition('-')[2]}" if trained else row
+                row = f"trained, seed {folder.name.rpartition('-')[2]}" if trained else base
                 if one.task != "perplexity" or _asked(log.parent.name, one.length):
-                    found.setdefault((one.task, one.length), {}).setdefault(row, []).append(one)
-    for rows in found.values():
-        for outcomes in rows.values():
-            outcomes.sort(key=lambda one: one.prompt)
-    return found
+                    rows = found.setdefault((one.task, one.length), {})
+                    rows.setdefault(row, {})[one.prompt] = one
+    return {
+        place: {row: [own[prompt] for prompt in sorted(own)] for row, own in rows.items()}
+        for place, rows in found.items()
+    }
 
 
 def _asked(report: str, length: int) -> bool:

@@ -191,13 +191,17 @@ def recommend(
         calibrated = _calibrated(case, name, found, asked=calibration is not None)
     if calibrated is None:
         _require_carried(case, name)
-    elif _compares_nothing(calibrated[0], found):
-        notes += (
-            f"the calibration keeps the default options of {calibrated[0].name} and tried no "
-            f"other method, so it does not choose one.",
-        )
-    else:  # after a vendor's recipe, which comes first
-        candidates.insert(int(case.recipe is not None), calibrated)
+    else:
+        alone = _compares_nothing(calibrated[0], found)
+        # Whoever names the calibration has chosen its method; one beside the model may be forgotten.
+        if calibration is not None or not alone:
+            # After a vendor's recipe, which comes first.
+            candidates.insert(int(case.recipe is not None), calibrated)
+        if alone:
+            notes += (
+                f"the calibration keeps the default options of {calibrated[0].name} and tried no "
+                f"other method, so it does not say that this one is best.",
+            )
     # All are tried on the model itself, so that a recommendation cannot be refused later.
     trials = [_tried(case, method, why) for method, why in candidates]
     accepted = [trial for trial in trials if _is_accepted(case, trial)]

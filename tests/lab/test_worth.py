@@ -97,7 +97,7 @@ def test_the_table_pairs_documents_and_averages_seeds(tmp_path: Path) -> None:
         with place.open("a", encoding="utf-8") as log:
             for number in range(8):
                 one = Outcome(
-                    key=f"{folder}{system}{number}",
+                    key=f"{system}{number} at byte {log.tell()}",  # no two are equal
                     system=system,
                     task="perplexity",
                     length=worth.Study.trained,
@@ -114,7 +114,9 @@ def test_the_table_pairs_documents_and_averages_seeds(tmp_path: Path) -> None:
 
     write("untrained-4x", "unpatched", 0.0)
     write("untrained-4x", "yarn", 0.2)
-    write("pose-4x-42", "unpatched", 0.0)  # measured again
+    write("untrained-4x", "unpatched", 0.0)  # twice in one log
+    write("pose-4x-42", "unpatched", 0.0)  # what it begins with
+    write("pose-4x-42", "yarn", 0.2)
     write("pose-4x-42", "adapter", 0.05)
     write("pose-4x-43", "adapter", 0.15)
     write("pose-4x-43", "adapter", 9.0, report="twice")  # measured beside a longer one

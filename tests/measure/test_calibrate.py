@@ -360,7 +360,7 @@ def test_advice_puts_first_what_was_calibrated_and_else_says_how(
     assert rope_ext.recommend(folder, 2 * TARGET).method != result.method
 
 
-def test_a_calibration_that_changed_nothing_does_not_choose_its_only_method(
+def test_a_calibration_that_changed_nothing_says_that_it_tried_one_method(
     model, tokenizer, checkpoint, tmp_path, monkeypatch
 ) -> None:
     pretend(monkeypatch, lambda a, i: 2.0)  # every value is as good as the default
@@ -368,12 +368,13 @@ def test_a_calibration_that_changed_nothing_does_not_choose_its_only_method(
     assert "Keep the published default" in result.sentence
     plain = rope_ext.recommend(model, TARGET)
     assert plain.method.name != result.method.name
-    for given in (result, tmp_path / "found"):
-        advice = rope_ext.recommend(model, TARGET, calibration=given)
-        assert advice.method == plain.method and "does not choose one" in str(advice)
-    words = ["recommend", str(checkpoint), "--length", str(TARGET), "--calibration"]
-    printed = CliRunner().invoke(app, [*words, str(tmp_path / "found")])
-    assert "next: rope-ext compare" in printed.stdout + printed.stderr
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoint, folder)
+    (folder / "calibration.json").write_text(result.to_json())
+    beside = rope_ext.recommend(folder, TARGET)
+    assert beside.method == plain.method and "tried no other method" in str(beside)
+    asked = rope_ext.recommend(folder, TARGET, calibration=result)
+    assert asked.method == result.method and "tried no other method" in str(asked)
 
 
 @pytest.mark.parametrize("function", [rope_ext.calibrate, rope_ext.search])

@@ -791,7 +791,12 @@ def read(recipe: Recipe, args: TrainingArguments, plan: Plan) -> Data:
             split = recipe.eval_split
             # Streamed: a few rows do not need the whole dataset on disk.
             held_out = data.documents(
-                name, split=split, column=recipe.text_column, streaming=True, strict=strict
+                name,
+                split=split,
+                column=recipe.text_column,
+                streaming=True,
+                strict=strict,
+                option="eval_dataset",
             )
         held, taken = evaluation.held_out(
             held_out,

@@ -138,8 +138,8 @@ class Recipe:
     )
     bad_files: str = _option(
         SKIP,
-        "Local files that cannot be read: skip, which names them and goes on without them, or "
-        "stop, which ends the run.",
+        "Local files, or lines of them, that cannot be read: skip, which names them and goes on "
+        "without them, or stop, which ends the run.",
     )
     rows_per_step: int | None = _option(
         None,

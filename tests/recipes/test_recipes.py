@@ -317,6 +317,10 @@ REFUSED = [
     ({"model": "nowhere/at-all"}, "nowhere/at-all"),
     ({"model": None}, "--model is missing"),
     ({"dataset": "nowhere/at-all"}, "cannot read the dataset 'nowhere/at-all'.*python-library"),
+    (
+        {"eval_dataset": "./nothere.txt", "eval_strategy": "steps", "eval_length": 400},
+        "give --eval_dataset an existing one",
+    ),
     ({"text_column": "words"}, r"no text column 'words'; set --text_column.* text$"),
     ({"minimum_document": 5000}, "no document is long enough: the longest of all 12 has"),
     ({"factor": 80, "length": 9000, "pose_chunks": 0}, "not enough for one row of --length 9000"),

@@ -533,8 +533,8 @@ class Collator:
         seed: random seed.
         epoch: number of completed passes over the data.
         retrieval: adds facts to some rows (recipes/retrieval.py), or None.
-        weighted: also return the weights of these rows, which only the chunked loss reads. Labels
-            with weight 0 are always ignored.
+        weighted: also return the weights of these rows, which recipes/loss.py reads. Labels with
+            weight 0 are always ignored.
         positioned: return positions also where they are consecutive.
     """
 

@@ -454,7 +454,13 @@ def config_from_shape(text: str) -> PreTrainedConfig:
                 f"--shape {part!r} is not valid; it must be NAME=NUMBER, of {', '.join(names)}"
             )
         values[names[name]] = int(value)
-    return LlamaConfig(**values)
+    try:
+        return LlamaConfig(**values)
+    except Exception as error:  # huggingface_hub's, whose message has several lines
+        reason = str(error).strip().splitlines()[-1].strip()
+        raise OptionError(
+            f"--shape {text} is no shape of a Llama ({reason}); correct its numbers"
+        ) from None
 
 
 def read(path: str, *more: str) -> tuple[finetune.Recipe, Any]:

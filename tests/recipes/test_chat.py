@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import shutil
 import sys
 from collections.abc import Callable
 from itertools import islice
@@ -21,6 +22,7 @@ import rope_ext
 from recipes import data, finetune, settings
 from recipes.chat import TokenizeChat, Whole, conversation_of
 from rope_eval.data import templates
+from rope_ext import OptionError
 from tests.helpers.models import tiny_llama
 from tests.helpers.recipe_runs import WORDS, arguments, history
 
@@ -413,6 +415,21 @@ def test_a_run_on_conversations(
         assert "user" not in scored and "[user]" in whole
         assert int(batch["position_ids"].max()) >= 300 or positions == "documents"
     assert history(run / "checkpoint-1")[0][1] == pytest.approx(total / count, rel=1e-5)
+
+
+def test_a_run_is_not_resumed_with_another_chat_template(chatting: Path, tmp_path: Path) -> None:
+    chats = save_chats(tmp_path / "chats.jsonl", 9)
+    run = tmp_path / "run"
+    words = arguments(chatting, chats, run, format="chat", length=300, save_steps=1)
+    finetune.main(words)
+    shutil.rmtree(run / "checkpoint-2")
+    again = [*words, "--resume_from_checkpoint", "true"]
+    with_template(chatting, PLAIN.replace("]: ", "]> "))
+    with pytest.raises(OptionError, match="another chat template"):
+        finetune.main(again)
+    with_template(chatting, PLAIN)
+    finetune.main(again)
+    assert (run / "checkpoint-2").exists()
 
 
 def test_documents_and_conversations_are_mixed_by_weights(

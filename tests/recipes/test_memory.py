@@ -185,6 +185,11 @@ def test_a_recipe_without_a_model_says_so(
     assert "parameters" in capsys.readouterr().out
 
 
+def test_a_shape_that_no_llama_has_is_refused() -> None:
+    with pytest.raises(OptionError, match=r"heads=30 is no shape of a Llama .*multiple of the num"):
+        memory.config_from_shape("hidden=4096,layers=32,heads=30")
+
+
 @pytest.mark.parametrize("family", ["GPTNeoX", "Falcon"])
 def test_other_families_are_counted_or_refused_in_one_line(family: str) -> None:
     """Keys that are not grouped; a step that does not run on tensors without values."""

@@ -369,7 +369,8 @@ def _bare(recipe: Recipe, config: Any, meta: bool) -> Any:
         except (ImportError, ValueError) as error:
             raise OptionError(
                 f"transformers cannot build {recipe.model} with --attn {recipe.attn} "
-                f"({first_line(error)}); give --attn sdpa, or another --model"
+                f"({first_line(error)}); give --attn {'eager' if recipe.attn == 'sdpa' else 'sdpa'}"
+                f", or another --model"
             ) from error
     if recipe.quantize:
         options["quantization_config"] = quantization(recipe)

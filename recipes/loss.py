@@ -10,6 +10,7 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedModel
 
 from recipes.data import IGNORED
@@ -149,7 +150,8 @@ class ChunkedLoss:
         """
         returned = self.returned
         self.returned = None
-        changed = logits is not returned and (logits.is_meta or bool(logits[1] != _MARK))
+        empty = logits.is_meta or isinstance(logits, FakeTensor)  # has no mark to read
+        changed = logits is not returned and (empty or bool(logits[1] != _MARK))
         if returned is None or changed:
             raise UnsupportedModelError(
                 "chunked_loss cannot be used here: this model scales or caps its logits after the "

@@ -2,13 +2,14 @@
 
 A row has one of these shapes:
 
-* ``messages``: objects with ``role`` and ``content``, and optionally ``tools`` beside them;
+* ``messages``: objects with ``role`` and ``content``;
 * ``conversations`` (ShareGPT): objects with ``from`` and ``value``;
 * ``prompt`` and ``completion``: two texts, or two lists of messages;
-* ``instruction``, ``output`` or ``response``, and optionally ``input`` or ``context``: three texts.
+* ``instruction``, ``output`` or ``response``, and optionally ``input`` or ``context``: three texts;
+  also ``history``: pairs of question and answer before them, whose answers have a loss as well.
 
 A text of prompt and completion is used as it is. All else goes through the chat template of the
-tokenizer.
+tokenizer, with ``system`` (a text) and ``tools`` of the row, if it has them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import importlib
 import json
 import re
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,60 +30,116 @@ from recipes.files import encodable
 from recipes.stream import DataError, Documents
 from rope_eval.data.prompts import beginning
 from rope_eval.data.templates import TemplateError, Templates
-from rope_ext.errors import OptionError, first_line
+from rope_ext.errors import OptionError, first_line, nearest
 
-_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "function": "tool"}
+_KNOWN = ("system", "developer", "user", "assistant", "tool")
+_ROLES = {
+    "human": "user",
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "bot"), "assistant"),
+    **dict.fromkeys(("function", "observation", "ipython"), "tool"),
+}
+_CALL = "function_call"
+"""Role in ShareGPT whose text is a call of a tool, as JSON."""
 _SHAPES = "messages, conversations, prompt with completion, or instruction with output"
 
 
-def conversation_of(row: Mapping[str, Any]) -> str:
+class _RowError(ValueError):
+    """What a row must have, and has not."""
+
+
+def conversation_of(row: Mapping[str, Any], *, from_arrow: bool = True) -> str:
     """Return a row as JSON: ``messages``, or a ``prompt`` and a ``completion`` of text.
 
     ``first`` is the number of messages before those that are answered.
+
+    Args:
+        row: a row of one of the shapes above.
+        from_arrow: the row comes from an Arrow table, which adds nulls for keys of other rows, so
+            that nulls in ``tools`` and in arguments of calls mean nothing; in JSON they are values.
 
     Raises:
         DataError: the row has another shape.
     """
     try:
-        return encodable(json.dumps(_conversation(row), ensure_ascii=False))
+        return encodable(json.dumps(_conversation(row, from_arrow), ensure_ascii=False))
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         if isinstance(error, DataError):
             raise
+        what = first_line(error)
+        if not isinstance(error, _RowError):
+            what = f"{type(error).__name__}: {what}"
         raise DataError(
-            f"a row is not a conversation ({type(error).__name__}: {first_line(error)}): "
-            f"{reprlib.repr(dict(row))[:80]}; give rows with {_SHAPES}"
+            f"a row is not a conversation ({what}): {reprlib.repr(dict(row))[:80]}; give rows with "
+            f"{_SHAPES}"
         ) from None
 
 
-def _conversation(row: Mapping[str, Any]) -> dict[str, Any]:
+def _conversation(row: Mapping[str, Any], from_arrow: bool) -> dict[str, Any]:
     """Convert a row of a known shape to messages, or to a prompt and its completion."""
-    given = _without_none(row)
-    more = {"tools": given["tools"]} if given.get("tools") else {}
+    given = _without_none(row, () if from_arrow else _VALUES)
+    tools = given.get("tools")
+    more = {"tools": json.loads(tools) if isinstance(tools, str) else tools} if tools else {}
+    system = given.get("system")
     if "messages" in given:
-        return {"messages": _messages(given["messages"]), "first": 0, **more}
+        return {"messages": _opened(system, _messages(given, "messages")), "first": 0, **more}
     if "conversations" in given:
-        system = [{"from": "system", "value": given["system"]}] if given.get("system") else []
-        return {"messages": _messages([*system, *given["conversations"]]), "first": 0, **more}
+        return {"messages": _opened(system, _messages(given, "conversations")), "first": 0, **more}
     if "completion" in given:
-        prompt = given["prompt"]
-        completion = given["completion"]
-        if isinstance(prompt, str):
-            if not isinstance(completion, str):
-                raise TypeError("prompt is a text, and completion is not")
-            return {"prompt": prompt, "completion": completion}
-        before = _messages(prompt)
-        return {"messages": before + _messages(completion), "first": len(before), **more}
+        if isinstance(given.get("prompt"), str):
+            if system:
+                raise _RowError("it has system beside a prompt of text; put it into the prompt")
+            return {"prompt": given["prompt"], "completion": _text(given, "completion")}
+        before = _opened(system, _messages(given, "prompt"))
+        messages = before + _messages(given, "completion")
+        return {"messages": messages, "first": len(before), **more}
     if "instruction" in given:
         context = given.get("input") or given.get("context")  # Alpaca's name, and Dolly's
-        answer = given["output"] if "output" in given else given["response"]
-        instruction = "\n\n".join(filter(None, (given["instruction"], context)))
-        pair = (("user", instruction), ("assistant", answer))
-        messages = [{"role": role, "content": content} for role, content in pair]
-        return {"messages": messages, "first": 0}
+        instruction = "\n\n".join(filter(None, (_text(given, "instruction"), context)))
+        pairs = [*_history(given), (instruction, _text(given, "output", "response"))]
+        messages = [
+            {"role": role, "content": content}
+            for pair in pairs
+            for role, content in zip(("user", "assistant"), pair, strict=True)
+        ]
+        return {"messages": _opened(system, messages), "first": 0, **more}
     raise DataError(
         f"a row has the columns {', '.join(map(str, row)) or 'none'}, which make no conversation; "
         f"give rows with {_SHAPES}, or --format text"
     )
+
+
+def _text(row: Mapping[str, Any], *names: str) -> str:
+    """The text in the first of these columns that the row has."""
+    name = next((name for name in names if name in row), None)
+    if name is None:
+        raise _RowError(f"it has no {' or '.join(names)}, or it is null")
+    if not isinstance(row[name], str):
+        raise _RowError(f"{name} is {type(row[name]).__name__}, and must be a text")
+    return row[name]
+
+
+def _history(row: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Pairs of question and answer before an instruction."""
+    pairs = row.get("history") or []
+    if not isinstance(pairs, list) or not all(
+        isinstance(pair, list) and len(pair) == 2 and all(isinstance(each, str) for each in pair)
+        for pair in pairs
+    ):
+        raise _RowError("history must be a list of pairs [question, answer] of texts")
+    return [(question, answer) for question, answer in pairs]
+
+
+def _opened(system: Any, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages that begin with the system message of the row, if it has one."""
+    if not system:
+        return messages
+    if not isinstance(system, str):
+        raise _RowError(f"system is {type(system).__name__}, and must be a text")
+    if not messages or messages[0]["role"] not in ("system", "developer"):
+        return [{"role": "system", "content": system}, *messages]
+    if messages[0].get("content") != system:
+        raise _RowError("its system and its first message are different system messages")
+    return messages
 
 
 def is_conversation(row: Mapping[str, Any]) -> bool:
@@ -94,23 +151,70 @@ def is_conversation(row: Mapping[str, Any]) -> bool:
     return True
 
 
-def _without_none(value: Any) -> Any:
-    """Without what Arrow adds where rows have different keys, also inside of tools."""
+_VALUES = ("arguments", "tools")
+"""Keys whose values are those of a tool, in which a null is a value."""
+
+
+def _without_none(value: Any, kept: Collection[str]) -> Any:
+    """Without nulls, also inside of lists and objects, but not in the values of ``kept`` keys."""
     if isinstance(value, Mapping):
-        return {key: _without_none(each) for key, each in value.items() if each is not None}
-    return [_without_none(each) for each in value] if isinstance(value, list) else value
+        return {
+            key: each if key in kept else _without_none(each, kept)
+            for key, each in value.items()
+            if each is not None
+        }
+    return [_without_none(each, kept) for each in value] if isinstance(value, list) else value
 
 
-def _messages(given: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _messages(row: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
+    """The messages in a column, with roles that chat templates know."""
+    given = row.get(name)
+    if not isinstance(given, list):
+        kind = "missing" if given is None else type(given).__name__
+        raise _RowError(f"{name} is {kind}, and must be a list of objects with role and content")
     found = []
-    for each in given:
-        message = dict(each.items())
+    for number, each in enumerate(given, 1):
+        if not isinstance(each, Mapping):
+            raise _RowError(f"message {number} of {name} is {type(each).__name__}, not an object")
+        message = dict(each)
         if "from" in message:
-            role = message.pop("from")
-            message = {"role": _ROLES.get(role, role), "content": message.pop("value"), **message}
-        message["role"]  # a KeyError names what is missing
+            if "value" not in message:
+                raise _RowError(f"message {number} of {name} has no value, or it is null")
+            message = {"role": message.pop("from"), "content": message.pop("value"), **message}
+        if "role" not in message:
+            raise _RowError(f"message {number} of {name} has no role")
+        role = message["role"]
+        if role == _CALL:
+            message |= _tool_calls(message.get("content"))
+        elif role in _ROLES:
+            message["role"] = _ROLES[role]
+        elif role not in _KNOWN:
+            known = (*_KNOWN, *_ROLES, _CALL)
+            near = nearest(str(role), known) or ";"
+            raise _RowError(
+                f"message {number} of {name} has the unknown role {role!r}{near} known are "
+                f"{', '.join(known)}"
+            )
         found.append(message)
     return found
+
+
+def _tool_calls(text: Any) -> dict[str, Any]:
+    """An assistant's message that calls the tools in a text of JSON; other texts are its content.
+
+    As LLaMA-Factory reads ``function_call``: an object with name and arguments, or a list of them.
+    """
+    try:
+        calls = json.loads(text)
+    except (TypeError, ValueError):
+        return {"role": "assistant", "content": text}
+    calls = calls if isinstance(calls, list) else [calls]
+    whole = [isinstance(call, dict) and {"name", "arguments"} <= call.keys() for call in calls]
+    if not whole or not all(whole):
+        return {"role": "assistant", "content": text}
+    functions = [{"name": call["name"], "arguments": call["arguments"]} for call in calls]
+    tool_calls = [{"type": "function", "function": function} for function in functions]
+    return {"role": "assistant", "content": "", "tool_calls": tool_calls}
 
 
 def require_template(tokenizer: Any) -> None:
@@ -235,6 +339,13 @@ class _Conversations:
                 "give rows with texts of prompt and completion"
             )
         options = {"tools": row["tools"]} if "tools" in row else {}
+        calls = any(message.get("tool_calls") for message in messages)
+        if calls and "tool_calls" not in str(self.tokenizer.chat_template):
+            raise DataError(
+                f"the chat template does not write tool_calls, which {str(messages[:1])[:60]} and "
+                f"what follows have; give a model whose template does, or write the calls into "
+                f"the content of messages"
+            )
         if first == 0 and _marks_answers(self.tokenizer.chat_template):
             return self._marked(messages, options)
         whole = self._rendered(messages, options)
@@ -265,14 +376,28 @@ class _Conversations:
         """Tokenize with TRL's template for training, which keeps earlier messages as they were."""
         _trl_templates()  # for the processes of the next batches, which then need not import it
         template = self._called(messages, "training_template")
-        if template is None or first:
+        if template is None:
+            installed = _trl_templates() is not None
+            fix = "" if installed else "install trl, which has templates for known models, "
             raise DataError(
-                f"the chat template changes earlier messages when later ones follow, so the "
-                f"answers of {str(messages[0])[:60]} cannot be found; install trl, which has "
-                f"templates for training of known models, give a chat template with generation "
-                f"blocks, or give texts of prompt and completion"
+                f"the chat template changes earlier messages when later ones follow, or writes an "
+                f"answer otherwise than after its generation prompt, so the answers of "
+                f"{str(messages[0])[:60]} cannot be found; {fix}give a chat template with "
+                f"generation blocks, or give texts of prompt and completion"
             )
-        return self._marked(messages, {**options, "chat_template": template})
+        options = {**options, "chat_template": template}
+        text, spans = self._called(messages, "render_marked", messages, **options)
+        if first:
+            answers = [at for at, each in enumerate(messages) if each["role"] == "assistant"]
+            if len(spans) != len(answers):
+                raise DataError(
+                    f"TRL's template for training marks {len(spans)} answers in "
+                    f"{str(messages[0])[:60]} and what follows, which has {len(answers)}; give "
+                    f"messages instead of prompt and completion"
+                )
+            # Only the completion is trained on, not answers in the prompt.
+            spans = [span for span, at in zip(spans, answers, strict=True) if at >= first]
+        return self._in_spans(text, spans)
 
     def _marked(self, messages: Any, options: Mapping[str, Any]) -> tuple[list[int], list[bool]]:
         text, spans = self._called(messages, "render_marked", messages, **options)

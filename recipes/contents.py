@@ -83,7 +83,7 @@ class Contents:
         for problem in self.problems[:_SHOWN]:
             yield f"left out: {problem}"
         if len(self.problems) > _SHOWN:
-            yield f"left out: {len(self.problems) - _SHOWN:,} more files that cannot be read"
+            yield f"left out: all or parts of {len(self.problems) - _SHOWN:,} more files"
 
 
 def contents(

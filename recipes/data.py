@@ -17,7 +17,7 @@ from datasets import Dataset, Features, IterableDataset, List, Value
 
 from recipes.chat import TokenizeChat, Whole, conversation_of, is_conversation
 from recipes.contents import Contents, beginning_of, contents, digest_of
-from recipes.files import Listing, first_rows, is_saved, list_files, load_files, load_saved
+from recipes.files import Listing, first_entries, is_saved, list_files, load_files, load_saved
 from recipes.positions import Drawn, MixedWindows
 from recipes.retrieval import Weighted
 from recipes.stream import PROBLEM, DataError, Packer, Source, Stream
@@ -44,6 +44,7 @@ def documents(
     streaming: bool = False,
     strict: bool = False,
     chat: bool = False,
+    option: str = "dataset",
 ) -> Dataset | IterableDataset:
     """Load documents, one per row, in the column ``text``.
 
@@ -59,6 +60,7 @@ def documents(
         streaming: read during training instead of storing everything on disk first.
         strict: raise an error for a file that cannot be read, instead of going on without it.
         chat: rows are conversations (recipes/chat.py), which become JSON; ``column`` is not used.
+        option: setting with the name, ``dataset`` or ``eval_dataset``, for errors.
 
     Raises:
         DataError: the dataset or the column does not exist.
@@ -67,11 +69,14 @@ def documents(
         listing = files_of(name)
         if listing is not None:
             files = listing.files
-            first = first_rows(files, column, _ENOUGH)
-            _require(name, first, column, chat=chat)
+            entries = first_entries(files, column, _ENOUGH)
+            if chat:
+                for entry in entries:
+                    _conversation(not_none(entry.row), entry.place, from_arrow=entry.from_arrow)
+            _require(name, [not_none(entry.row) for entry in entries], column, chat, option)
             convert = conversation_of if chat else None
             return load_files(files, column, streaming=streaming, strict=strict, convert=convert)
-        data = _dataset(name, config, split, streaming=streaming)
+        data = _dataset(name, config, split, streaming=streaming, option=option)
         first = list(data.take(_ENOUGH))
     except DataError:
         raise
@@ -83,12 +88,19 @@ def documents(
             raise cause from None
         raise DataError(
             f"cannot read the dataset {name!r} ({first_line(cause) or type(cause).__name__})"
-            f"{nowhere(name)}; give --dataset an existing file or directory, a Hub dataset ID, or "
+            f"{nowhere(name)}; give --{option} an existing file or directory, a Hub dataset ID, or "
             f"{PYTHON_LIBRARY}"
         ) from error
-    _require(name, first, column, chat=chat)
+    _require(name, first, column, chat, option)
     if chat:
-        return data.map(_as_conversation, remove_columns=list(first[0]))
+        for number, row in enumerate(first):
+            _as_conversation(row, number, name)
+        return data.map(
+            _as_conversation,
+            with_indices=True,
+            fn_kwargs={"name": name},
+            remove_columns=list(first[0]),
+        )
     data = data.select_columns(column)
     return data if column == "text" else data.rename_column(column, "text")
 
@@ -104,15 +116,16 @@ def files_of(name: str) -> Listing | None:
     return list_files(Path(name))
 
 
-def _dataset(name: str, config: str | None, split: str, streaming: bool) -> Any:
+def _dataset(name: str, config: str | None, split: str, streaming: bool, option: str) -> Any:
     if name == PYTHON_LIBRARY:
         library = python_library("held_out" if split == "held_out" else "train")
         data: Any = Dataset.from_dict({"text": library})
     elif Path(name).exists():
-        data = load_saved(Path(name), split)
+        splits = {"dataset": "--dataset_split", "eval_dataset": "--eval_split"}
+        data = load_saved(Path(name), split, splits[option])
     elif is_path(name):  # do not ask the Hub, which takes a minute without a network
         raise DataError(
-            f"there is no file or directory {name!r}; give --dataset an existing one, a Hub "
+            f"there is no file or directory {name!r}; give --{option} an existing one, a Hub "
             f"dataset ID, or {PYTHON_LIBRARY}"
         )
     else:
@@ -120,17 +133,24 @@ def _dataset(name: str, config: str | None, split: str, streaming: bool) -> Any:
     return data.to_iterable_dataset() if streaming else data
 
 
-def _as_conversation(row: Mapping[str, Any]) -> dict[str, str]:
-    return {"text": conversation_of(row)}
+def _as_conversation(row: Mapping[str, Any], number: int, name: str) -> dict[str, str]:
+    return {"text": _conversation(row, f"{name}, row {number + 1}")}
 
 
-def _require(name: str, first: Sequence[Mapping[str, Any]], column: str, chat: bool) -> None:
-    """Check the first rows of a dataset."""
+def _conversation(row: Mapping[str, Any], place: str, from_arrow: bool = True) -> str:
+    try:
+        return conversation_of(row, from_arrow=from_arrow)
+    except DataError as error:
+        raise DataError(f"{place}: {error}") from None
+
+
+def _require(
+    name: str, first: Sequence[Mapping[str, Any]], column: str, chat: bool, option: str
+) -> None:
+    """Check that a dataset is not empty, and has the column with the text."""
     if not first:
-        raise DataError(f"the dataset {name!r} is empty; give another --dataset")
+        raise DataError(f"the dataset {name!r} is empty; give another --{option}")
     if chat:
-        for row in first:
-            conversation_of(row)
         return
     keys = dict.fromkeys(key for row in first for key in row)
     texts = [key for key in keys if any(isinstance(row.get(key), str) for row in first)]
@@ -513,8 +533,8 @@ class Collator:
         seed: random seed.
         epoch: number of completed passes over the data.
         retrieval: adds facts to some rows (recipes/retrieval.py), or None.
-        weighted: also return the weights of these rows, which only the chunked loss reads. Labels
-            with weight 0 are always ignored.
+        weighted: also return the weights of these rows, which recipes/loss.py reads. Labels with
+            weight 0 are always ignored.
         positioned: return positions also where they are consecutive.
     """
 

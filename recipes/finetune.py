@@ -25,6 +25,7 @@ from typing import Any, cast
 import peft
 import torch
 from peft.optimizers import create_loraplus_optimizer
+from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.constants import DUMMY_TARGET_MODULES
 from transformers import (
     AutoModelForCausalLM,
@@ -42,8 +43,9 @@ from transformers.trainer_utils import EvalLoopOutput
 import rope_ext
 from recipes import data, evaluation, positions
 from recipes.chat import require_template
-from recipes.contents import Contents
-from recipes.loss import ChunkedLoss, label_sums
+from recipes.contents import Contents, beginning_of
+from recipes.files import is_saved
+from recipes.loss import ChunkedLoss, WeightedLoss, label_sums
 from recipes.parallel import (
     check_fractions,
     check_parallelism,
@@ -85,7 +87,14 @@ from rope_eval.folder import lock
 from rope_ext.command.terminal import first_process, show, stoppable, tell, tell_next, unused
 from rope_ext.config.nested import text_of
 from rope_ext.encodings import Encoding
-from rope_ext.errors import Mistakes, OptionError, RopeExtError, first_line
+from rope_ext.errors import (
+    AlreadyPatchedError,
+    AlreadyScaledError,
+    Mistakes,
+    OptionError,
+    RopeExtError,
+    first_line,
+)
 from rope_ext.methods import DynamicMethod, Method, SSMax, Temperature, extended_length
 from rope_ext.methods.checked import not_none
 from rope_ext.options import SlidingLayers
@@ -141,6 +150,8 @@ def check(recipe: Recipe, args: Any, mistakes: Mistakes | None = None) -> Plan:
     check_together(recipe, args, mistakes)
     with mistakes.collected():
         check_output(recipe, args)
+    with mistakes.collected():
+        _check_places(recipe, args)
     config = None
     tokenizer = None
     if recipe.model is not None:
@@ -187,6 +198,35 @@ def uses_chat(recipe: Recipe) -> bool:
         return any(part.format == CHAT for part in parts(recipe))
     except OptionError:  # reported with the other settings
         return False
+
+
+def template_of(recipe: Recipe, plan: Plan) -> str | None:
+    """A hash of the chat template that a run on conversations uses; None for text alone."""
+    if not uses_chat(recipe):
+        return None
+    return beginning_of([plan.tokenizer.chat_template]).digest
+
+
+def _check_places(recipe: Recipe, args: Any) -> None:
+    """Raise OptionError if what the run writes would become a part of the data that it reads."""
+    output = output_of(args).resolve()
+    try:
+        read = [("--dataset", part.dataset) for part in parts(recipe)]
+    except OptionError:  # reported with the other settings
+        return
+    if recipe.eval_dataset is not None and args.eval_strategy != "no":
+        read.append(("--eval_dataset", recipe.eval_dataset))
+    for option, name in read:
+        folder = Path(name).resolve()
+        if not name or not folder.is_dir() or is_saved(folder):
+            continue
+        # Files in hidden directories are not read.
+        inside = output.relative_to(folder).parts if output.is_relative_to(folder) else (".",)
+        if not any(part.startswith(".") for part in inside):
+            raise OptionError(
+                f"--output_dir {args.output_dir} is in {option} {name}, so the run would be part "
+                f"of its own data and could not be resumed; give another --output_dir"
+            )
 
 
 def _check_parallelism(recipe: Recipe, args: Any, config: Any) -> None:
@@ -329,7 +369,8 @@ def _bare(recipe: Recipe, config: Any, meta: bool) -> Any:
         except (ImportError, ValueError) as error:
             raise OptionError(
                 f"transformers cannot build {recipe.model} with --attn {recipe.attn} "
-                f"({first_line(error)}); give --attn sdpa, or another --model"
+                f"({first_line(error)}); give --attn {'eager' if recipe.attn == 'sdpa' else 'sdpa'}"
+                f", or another --model"
             ) from error
     if recipe.quantize:
         options["quantization_config"] = quantization(recipe)
@@ -364,7 +405,7 @@ def collator_of(recipe: Recipe, args: TrainingArguments, plan: Plan) -> data.Col
     share = recipe.retrieval_share
     retrieval = RetrievalRows(plan.tokenizer, share) if share else None
     # Under context parallelism, Trainer splits only the inputs that it knows.
-    weighted = recipe.chunked_loss and context_parallel_size(args.parallelism_config) == 1
+    weighted = context_parallel_size(args.parallelism_config) == 1
     return data.Collator(
         scheme(recipe, trained=plan.trained, target=plan.target),
         args.seed,
@@ -407,15 +448,27 @@ def _extend(recipe: Recipe, model: Any, meta: bool, rows: Any = ()) -> Any:
         text.max_position_embeddings = lengths(recipe, model)[1]
     elif not (meta and (method.replaces_attention or method.chosen_temperature is not None)):
         trained, _ = lengths(recipe, model)
-        rope_ext.patch(
-            model,
-            method,
-            sliding_layers=cast(SlidingLayers, recipe.sliding_layers),  # others are refused there
-            layers=recipe.layers,
-            compose=recipe.compose,
-            original_max_position_embeddings=recipe.original_max_position_embeddings,
-            replace=_continues(rope_ext.describe(model), method),
-        )
+        described = rope_ext.describe(model)
+        try:
+            rope_ext.patch(
+                model,
+                method,
+                sliding_layers=cast(SlidingLayers, recipe.sliding_layers),  # others raise there
+                layers=recipe.layers,
+                compose=recipe.compose,
+                original_max_position_embeddings=recipe.original_max_position_embeddings,
+                replace=_continues(described, method),
+            )
+        except (AlreadyPatchedError, AlreadyScaledError) as error:
+            # Its message says what to do in Python.
+            on_top = isinstance(error, AlreadyScaledError) and not recipe.compose
+            more = ", --compose true to extend it further," if on_top else ""
+            raise OptionError(
+                f"--model {recipe.model} is already extended to {described.target_length} tokens "
+                f"({described.method or 'by its configuration'}), which --method {recipe.method} "
+                f"cannot start from; give --model the original model{more} or --method none to "
+                f"train it as it is"
+            ) from error
         if recipe.init == "model":
             text = [row["input_ids"][:trained] for row in itertools.islice(rows, FITTED_ROWS)]
             rope_ext.fit(model, torch.tensor(text))
@@ -424,6 +477,8 @@ def _extend(recipe: Recipe, model: Any, meta: bool, rows: Any = ()) -> Any:
     if recipe.chunked_loss:
         # Last: LoRA may wrap the output layer, whose forward this replaces.
         ChunkedLoss(model)
+    elif recipe.retrieval_share:
+        WeightedLoss(model)
     return whole
 
 
@@ -444,25 +499,35 @@ def with_lora(model: Any, recipe: Recipe) -> Any:
     if next(model.parameters()).is_meta:  # no weights to take initial values from
         options["init_lora_weights"] = True
     targets = _targets(recipe)
-    settings = peft.LoraConfig(
-        task_type="CAUSAL_LM",
-        r=recipe.lora_r,
-        lora_alpha=recipe.lora_alpha,
-        lora_dropout=recipe.lora_dropout,
-        target_modules=targets,
-        modules_to_save=[*extra, *encoding] or None,
-        ensure_weight_tying=bool(extra and tied),
-        **options,
-    )
+    layers = _linear_layers(model)
     try:
+        settings = peft.LoraConfig(
+            task_type="CAUSAL_LM",
+            r=recipe.lora_r,
+            lora_alpha=recipe.lora_alpha,
+            lora_dropout=recipe.lora_dropout,
+            target_modules=targets,
+            modules_to_save=[*extra, *encoding] or None,
+            ensure_weight_tying=bool(extra and tied),
+            **options,
+        )
         if isinstance(targets, list):
             _require_layers(model, targets)
         whole = peft.get_peft_model(model, settings)
     except ValueError as error:
         raise OptionError(
             f"cannot add LoRA to this model ({first_line(error)}); give --lora_target some of "
-            f"{', '.join(_linear_layers(model))}"
+            f"{', '.join(layers)}"
         ) from error
+    except Exception as error:  # of values in the options that PEFT does not check
+        if not options:
+            raise
+        raise OptionError(
+            f"--lora_options {recipe.lora_options} cannot be used ({type(error).__name__}: "
+            f"{first_line(error)}); correct or remove them"
+        ) from error
+    if tied:
+        _require_untouched(model, layers)
     for parameter in whole.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
@@ -482,9 +547,34 @@ def _require_layers(model: Any, targets: Iterable[str]) -> None:
             raise ValueError(f"it has no layer {target}")
 
 
+def _require_untouched(model: Any, layers: Iterable[str]) -> None:
+    """Raise OptionError if LoRA is on one of two layers with the same weight, as merging splits it.
+
+    ``layers``: names that LoRA can be added to instead.
+    """
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    names = {id(module): name.rsplit(".", 1)[-1] for name, module in model.named_modules()}
+    found = [names[id(end)] for end in ends if isinstance(end, BaseTunerLayer)]
+    if found:
+        raise OptionError(
+            f"--lora_target adds LoRA to {' and '.join(found)}, but embedding and output layer are "
+            f"one weight in this model (tie_word_embeddings), so the adapter could not be merged; "
+            f"give --lora_target some of {', '.join(layers)}, and --train_embeddings_and_norms "
+            f"true to train that weight"
+        )
+
+
 def _linear_layers(model: Any) -> list[str]:
-    """The last parts of the names of linear layers, quantized ones included."""
-    linear = [name for name, module in model.named_modules() if hasattr(module, "in_features")]
+    """The last parts of the names of linear layers, quantized ones included.
+
+    Without an output layer that shares its weight with the embedding.
+    """
+    head = model.get_output_embeddings() if text_of(model.config).tie_word_embeddings else None
+    linear = [
+        name
+        for name, module in model.named_modules()
+        if hasattr(module, "in_features") and module is not head
+    ]
     return sorted({name.rsplit(".", 1)[-1] for name in linear})
 
 
@@ -791,7 +881,12 @@ def read(recipe: Recipe, args: TrainingArguments, plan: Plan) -> Data:
             split = recipe.eval_split
             # Streamed: a few rows do not need the whole dataset on disk.
             held_out = data.documents(
-                name, split=split, column=recipe.text_column, streaming=True, strict=strict
+                name,
+                split=split,
+                column=recipe.text_column,
+                streaming=True,
+                strict=strict,
+                option="eval_dataset",
             )
         held, taken = evaluation.held_out(
             held_out,
@@ -922,7 +1017,7 @@ def run(recipe: Recipe, args: TrainingArguments, plan: Plan) -> None:
     with args.main_process_first(desc="reading the data"):
         found = read(recipe, args, plan)
     tell_contents(recipe, args, found)
-    check_data(args, [each.digest for each in found.contents])
+    check_data(args, [each.digest for each in found.contents], template_of(recipe, plan))
     # The first process locks for all, next to the directory, which may be uploaded. Some clusters
     # have file systems without locks: continue there.
     folder = output_of(args).resolve()
@@ -959,7 +1054,8 @@ def _train(recipe: Recipe, args: TrainingArguments, plan: Plan, found: Data) -> 
     steps.tokens = trainer.get_total_train_batch_size(args) * length_of(recipe)
     if args.should_save:
         # Before the first checkpoint, since whoever resumes from it is compared with them.
-        write_settings(recipe, args, [each.digest for each in found.contents])
+        digests = [each.digest for each in found.contents]
+        write_settings(recipe, args, digests, template_of(recipe, plan))
     if isinstance(rows, Stream):
         # After the model is built, which may fit an encoding to the first rows of the stream.
         resume_stream(rows, args)

@@ -1,4 +1,4 @@
-"""Computes cross entropy in the output layer with torch, without the logits of a whole batch."""
+"""Computes cross entropy with weights: in the output layer without all logits, or from logits."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedModel
 
 from recipes.data import IGNORED
@@ -54,6 +56,11 @@ class ChunkedLoss:
                 f"false (and --use_liger_kernel true, if that is installed)"
             )
         head = model.get_output_embeddings()
+        if isinstance(head, BaseTunerLayer):
+            raise UnsupportedModelError(
+                "chunked_loss needs a plain linear output layer, and --lora_target adds LoRA to "
+                "it; give --chunked_loss false, or leave it out of --lora_target"
+            )
         if isinstance(head, ModulesToSaveWrapper):
             head = head.modules_to_save[head.active_adapters[0]]
         # A subclass, such as a quantized layer, does not compute its output from ``weight`` alone.
@@ -143,7 +150,8 @@ class ChunkedLoss:
         """
         returned = self.returned
         self.returned = None
-        changed = logits is not returned and (logits.is_meta or bool(logits[1] != _MARK))
+        empty = logits.is_meta or isinstance(logits, FakeTensor)  # has no mark to read
+        changed = logits is not returned and (empty or bool(logits[1] != _MARK))
         if returned is None or changed:
             raise UnsupportedModelError(
                 "chunked_loss cannot be used here: this model scales or caps its logits after the "
@@ -153,3 +161,63 @@ class ChunkedLoss:
         # If sharding cast the output down, the backward hooks are on the layer's own output;
         # otherwise they are on what the model made of it.
         return (logits if logits.dtype == returned.dtype else returned)[0].clone()
+
+
+class WeightedLoss:
+    """Makes a model compute the mean by weights from its logits, where ChunkedLoss cannot be used.
+
+    A call without ``loss_weights`` computes the model's own loss. ``num_items_in_batch`` is the sum
+    of the weights that the loss is divided by.
+
+    Args:
+        model: a causal language model, including its adapter if it has one.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.weights: torch.Tensor | None = None  # of a call whose loss is not yet computed
+        self.plain = model.loss_function
+        forward = model.forward
+
+        @functools.wraps(forward)  # not a hook, because older versions of peft call forward
+        def forward_with_weights(*args: Any, **kwargs: Any) -> Any:
+            self.weights = kwargs.pop("loss_weights", None)
+            found = forward(*args, **kwargs)
+            if self.weights is not None:
+                raise UnsupportedModelError(
+                    f"{type(model).__name__} does not compute its loss by loss_function, so the "
+                    f"weights of --retrieval_share would be lost; give --retrieval_share 0"
+                )
+            return found
+
+        model.forward = forward_with_weights
+        model.loss_function = self.loss
+
+    def loss(
+        self,
+        logits: torch.Tensor,
+        labels: torch.Tensor,
+        vocab_size: int,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        **others: Any,
+    ) -> torch.Tensor:
+        """Loss function of the model: the mean by weights, or the model's own loss without them."""
+        if self.weights is None:
+            return self.plain(
+                logits=logits,
+                labels=labels,
+                vocab_size=vocab_size,
+                num_items_in_batch=num_items_in_batch,
+                **others,
+            )
+        # Each label is at the token after the one that predicts it.
+        scored = labels[:, 1:].to(logits.device)
+        losses = nn.functional.cross_entropy(
+            logits[:, :-1].float().flatten(0, 1),  # as the model's own loss
+            scored.flatten(),
+            ignore_index=IGNORED,
+            reduction="none",
+        )
+        weights = self.weights[:, 1:].to(logits.device) * (scored != IGNORED)
+        self.weights = None
+        divisor = weights.sum() if num_items_in_batch is None else num_items_in_batch
+        return losses @ weights.flatten() / divisor

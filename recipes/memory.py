@@ -24,8 +24,9 @@ For small Llamas on a CPU, in float32 and under bfloat16, the peak equals that o
 tracker to the byte; compared with its allocator it is up to 0.5 % too low with gradient
 checkpointing (states of random generators). Not included are the framework itself, workspaces
 inside kernels (1.3 % there, on a CPU with bfloat16 units), and fragmentation: leave ten percent of
-a card for them. Evaluation stores no activations for a backward pass. For position methods, native
-attention is used instead, which stores the same tensors.
+a card for them. Evaluation stores no activations for a backward pass. Attention is SDPA without a
+mask, which stores the same tensors as flash attention and position methods; with ``--attn eager``,
+and by default in Gemma 2, it is the model's own, with its scores of all pairs of tokens.
 """
 
 from __future__ import annotations
@@ -78,6 +79,7 @@ STATES: dict[str, tuple[int, float]] = {
 """Optimizers whose states are known: their number per trained weight, and bytes of each. Paged
 states are counted too, although they can move to the host."""
 OF_CONSTANTS = 256  # quantization constants per second-level constant
+EAGER = "eager"  # stores the scores of all pairs of tokens
 _CAUSAL = "recipes_memory_causal"  # names with sdpa or flash take special paths
 
 
@@ -145,6 +147,7 @@ def step_peaks(
     bf16: bool = False,
     device: str = "cpu",
     restored: int = 0,
+    attention: str = _CAUSAL,
 ) -> tuple[int, int]:
     """Peak activation memory of a forward and of the following backward pass, in bytes.
 
@@ -157,6 +160,7 @@ def step_peaks(
         bf16: use autocast, as Trainer does.
         device: device of the model.
         restored: tokens of each row in the restoration loss.
+        attention: implementation of attention: SDPA without a mask, or ``eager``.
     """
     for parameter in model.parameters():
         if parameter.requires_grad:  # gradients exist in all but the first accumulation step
@@ -164,7 +168,7 @@ def step_peaks(
     if all(parameter.grad is None for parameter in model.parameters()):
         # Only parameters of the method are trained, which do not exist on the meta device.
         model.get_input_embeddings().register_forward_hook(lambda *call: call[-1].requires_grad_())
-    model.config.get_text_config()._attn_implementation_internal = _CAUSAL
+    model.config.get_text_config()._attn_implementation_internal = attention
     ids = torch.zeros(rows, length, dtype=torch.long, device=device)
     # Counted are what the step adds to these, which are there before it.
     live = Live()
@@ -199,7 +203,12 @@ AttentionMaskInterface.register(_CAUSAL, lambda **arguments: None)
 
 
 def extrapolated(
-    model: PreTrainedModel, rows: int, length: int, bf16: bool, restored: int = 0
+    model: PreTrainedModel,
+    rows: int,
+    length: int,
+    bf16: bool,
+    restored: int = 0,
+    attention: str = _CAUSAL,
 ) -> int:
     """Peak activation memory of a training step of a model on the meta device, in bytes.
 
@@ -213,7 +222,9 @@ def extrapolated(
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu").train()  # where autocast acts
         while layers and len(peaks) < 2:
-            peaks.append(step_peaks(model, rows, length, bf16=bf16, restored=restored))
+            peaks.append(
+                step_peaks(model, rows, length, bf16=bf16, restored=restored, attention=attention)
+            )
             del layers[-1:]
     if number <= 3:
         return max(peaks[0])
@@ -330,6 +341,7 @@ def _step(
             length=length,
             bf16=args.bf16 and not sharded,
             restored=restored,
+            attention=_attention(recipe, skeleton),
         )
     except RopeExtError:
         raise
@@ -342,6 +354,14 @@ def _step(
         ) from error
     mask = mask_bytes(recipe, args, length) * (1 + _width(args) * copies)
     return peak + dequantized + mask
+
+
+def _attention(recipe: finetune.Recipe, model: PreTrainedModel) -> str:
+    """The implementation of attention whose memory is counted."""
+    replaced = getattr(settings.method_of(recipe), "replaces_attention", False)
+    # Of the model, not of the recipe: Gemma 2, which caps its scores, is eager by default.
+    eager = model.config.get_text_config()._attn_implementation == EAGER
+    return EAGER if eager and not replaced else _CAUSAL
 
 
 def optimizer_bytes(optim: str, trained: Sequence[nn.Parameter]) -> float | None:
@@ -454,7 +474,13 @@ def config_from_shape(text: str) -> PreTrainedConfig:
                 f"--shape {part!r} is not valid; it must be NAME=NUMBER, of {', '.join(names)}"
             )
         values[names[name]] = int(value)
-    return LlamaConfig(**values)
+    try:
+        return LlamaConfig(**values)
+    except Exception as error:  # huggingface_hub's, whose message has several lines
+        reason = str(error).strip().splitlines()[-1].strip()
+        raise OptionError(
+            f"--shape {text} is no shape of a Llama ({reason}); correct its numbers"
+        ) from None
 
 
 def read(path: str, *more: str) -> tuple[finetune.Recipe, Any]:

@@ -72,6 +72,8 @@ _LARGEST_MASK = 2**30  # bytes; the mask of a row of 32768 tokens
 SETTINGS = "recipe.json"
 DIGESTS = "data_digests"
 """Field of recipe.json with a hash of each dataset."""
+TEMPLATE = "chat_template_digest"
+"""Field of recipe.json with a hash of the chat template, of a run on conversations."""
 STREAM = "stream.json"
 """File in a checkpoint with the state of the data stream (recipes/stream.py)."""
 # Training arguments that affect the results of a run; a resumed run must use the same values.
@@ -82,7 +84,9 @@ _DECISIVE = (
     *("optim", "optim_args", "adam_beta1", "adam_beta2", "adam_epsilon", "bf16", "fp16"),
     *("label_smoothing_factor", "neftune_noise_alpha"),
     "eval_strategy",  # evaluation rows are not trained on
+    *("train_sampling_strategy", "dataloader_drop_last"),  # which rows are in a step
 )
+_OF_TOKENIZERS = ("tokenizer*", "special_tokens_map.json", "chat_template.jinja")
 
 _OF_MODELS = ("*.safetensors", "*.bin", "*config.json")
 # Files in a checkpoint that are only needed to resume.
@@ -138,8 +142,8 @@ class Recipe:
     )
     bad_files: str = _option(
         SKIP,
-        "Local files that cannot be read: skip, which names them and goes on without them, or "
-        "stop, which ends the run.",
+        "Local files, or lines of them, that cannot be read: skip, which names them and goes on "
+        "without them, or stop, which ends the run.",
     )
     rows_per_step: int | None = _option(
         None,
@@ -264,7 +268,11 @@ def read_settings(argv: Sequence[str], mistakes: Mistakes) -> tuple[Recipe, Any]
     known, _ = parser.parse_known_args(argv)
     words = [] if known.config is None else _words(known.config, names, mistakes)
     found, unknown = parser.parse_known_args([*words, *argv])
+    named = False
     for word in unknown:
+        if named and not word.startswith("--"):
+            continue  # the value of an unknown setting
+        named = word.startswith("--")
         name = word.lstrip("-").partition("=")[0]
         mistakes.add(f"unknown setting {word!r}{nearest(name, names) or ';'} see --help")
     values = vars(found)
@@ -586,6 +594,7 @@ _LORA_SETTINGS = {
     "base_model_name_or_path": "model",
 }
 """Options of ``peft.LoraConfig`` that other settings decide, and these settings."""
+_BIASES = ("none", "all", "lora_only")
 _INITS = (True, False, "gaussian", "orthogonal")
 _OF_WEIGHTS = ("pissa", "olora")
 """Initial values of LoRA that move a part of the base weights into it; peft does it again when the
@@ -601,6 +610,11 @@ def _of_lora_options(recipe: Recipe) -> Iterator[str]:
         return
     if options and (recipe.lora_r == 0 or recipe.lora_target == [NONE]):
         yield "--lora_options needs LoRA; set --lora_r 8 and --lora_target, or remove it"
+    if options.get("bias", _BIASES[0]) not in _BIASES:
+        yield (
+            f"--lora_options bias {options['bias']!r} is not valid; give one of "
+            f"{', '.join(_BIASES)}"
+        )
     init = options.get("init_lora_weights", True)
     if init not in (*_INITS, *_OF_WEIGHTS):
         yield (
@@ -687,7 +701,7 @@ def _of_rows(recipe: Recipe, args: Any) -> Iterator[str]:
     yield from _of_reading(recipe, args)
     yield from _of_positions(recipe)
     yield from _of_documents(recipe, kinds)
-    yield from _of_retrieval(recipe)
+    yield from _of_retrieval(recipe, args)
     if scheme_of(recipe) == "pose_released":
         mixed = recipe.rows in MIXED_ROWS
         if mixed or kinds != {"document"}:
@@ -752,7 +766,7 @@ def _of_documents(recipe: Recipe, kinds: set[str]) -> Iterator[str]:
         )
 
 
-def _of_retrieval(recipe: Recipe) -> Iterator[str]:
+def _of_retrieval(recipe: Recipe, args: Any) -> Iterator[str]:
     """Errors about the share of rows with facts and questions."""
     scheme = scheme_of(recipe)
     separated = recipe.document_masking or scheme in ("pose_released", "mixed_windows")
@@ -760,6 +774,11 @@ def _of_retrieval(recipe: Recipe) -> Iterator[str]:
         yield (
             f"--retrieval_share {recipe.retrieval_share:g} is not valid; it is a share of the "
             f"rows, from 0 to 1, such as 0.1"
+        )
+    elif recipe.retrieval_share and (args.use_liger_kernel or args.label_smoothing_factor):
+        yield (
+            "--retrieval_share weights the loss of labels, which --use_liger_kernel and "
+            "--label_smoothing_factor do not support; leave them out, or give --retrieval_share 0"
         )
     elif recipe.retrieval_share and separated:
         other = "--document_masking" if recipe.document_masking else f"--positions {scheme}"
@@ -1048,13 +1067,16 @@ def _require_writable(folder: Path) -> None:
 
 
 def _refuse_results(folder: Path, last: Path | None) -> None:
-    """Raise OptionError if a new run would write over a checkpoint or a model."""
-    models = (file for kind in _OF_MODELS for file in folder.glob(kind))
-    if last is not None or any(models):
+    """Raise OptionError if a new run would write over a checkpoint, a model or a tokenizer."""
+    kinds = (*_OF_MODELS, *_OF_TOKENIZERS)
+    file = next((file for kind in kinds for file in sorted(folder.glob(kind))), last)
+    if file is not None:
         fix = "another --output_dir"
         if last is not None:
             fix += f", or --resume_from_checkpoint true to resume from {last.name}"
-        raise OptionError(f"{folder} contains the results of a run or a model; give {fix}")
+        raise OptionError(
+            f"{folder} contains the results of a run or a model ({file.name}); give {fix}"
+        )
 
 
 def _refuse_other_settings(recipe: Recipe, args: TrainingArguments) -> None:
@@ -1063,6 +1085,8 @@ def _refuse_other_settings(recipe: Recipe, args: TrainingArguments) -> None:
         now = decisive(recipe, args)
         # Settings newer than the run have their default.
         newer = {"eval_strategy": "no", "label_smoothing_factor": 0.0}
+        # Runs did not record these, so whatever they had is taken to be as now.
+        newer |= {name: now[name] for name in ("train_sampling_strategy", "dataloader_drop_last")}
         before = asdict(Recipe()) | newer | before
         changed = [f"{k} {before.get(k)!r} -> {now[k]!r}" for k in now if before.get(k) != now[k]]
         if changed:
@@ -1097,15 +1121,16 @@ def _check_devices(args: TrainingArguments, run: Path) -> None:
             )
 
 
-def check_data(args: TrainingArguments, digests: list[str]) -> None:
+def check_data(args: TrainingArguments, digests: list[str], template: str | None = None) -> None:
     """Refuse to resume a run on other data.
 
     Args:
         args: arguments of the run.
         digests: hash of each dataset.
+        template: hash of the chat template of a run on conversations.
 
     Raises:
-        OptionError: the data is not that of the run.
+        OptionError: the data, or what the chat template makes of it, is not that of the run.
     """
     if args.resume_from_checkpoint is None:
         return
@@ -1114,6 +1139,12 @@ def check_data(args: TrainingArguments, digests: list[str]) -> None:
             raise OptionError(
                 f"{run} belongs to a run on other training data: files or documents have changed "
                 f"since; give it the same data to resume it, or give another --output_dir"
+            )
+        if before.get(TEMPLATE, template) != template:
+            raise OptionError(
+                f"{run} belongs to a run with another chat template, which makes other rows of the "
+                f"same conversations; give --model the tokenizer with that template to resume it, "
+                f"or give another --output_dir"
             )
 
 
@@ -1137,11 +1168,14 @@ def _settings_of(folders: set[Path]) -> Iterator[tuple[Path, dict[str, Any]]]:
             ) from None
 
 
-def write_settings(recipe: Recipe, args: TrainingArguments, digests: list[str]) -> None:
+def write_settings(
+    recipe: Recipe, args: TrainingArguments, digests: list[str], template: str | None = None
+) -> None:
     """Save the settings that a resumed run is compared with, and hashes of its data, atomically."""
     folder = output_of(args)
     folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(decisive(recipe, args) | {DIGESTS: digests}, indent=1) + "\n"
+    hashes = {DIGESTS: digests} | ({} if template is None else {TEMPLATE: template})
+    text = json.dumps(decisive(recipe, args) | hashes, indent=1) + "\n"
     with draft_of(folder / SETTINGS) as unfinished:
         unfinished.write_text(text, encoding="utf-8")
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
+import shutil
 import sys
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 from transformers import AutoTokenizer
@@ -19,6 +22,7 @@ import rope_ext
 from recipes import data, finetune, settings
 from recipes.chat import TokenizeChat, Whole, conversation_of
 from rope_eval.data import templates
+from rope_ext import OptionError
 from tests.helpers.models import tiny_llama
 from tests.helpers.recipe_runs import WORDS, arguments, history
 
@@ -111,6 +115,107 @@ def test_tools_reach_the_template_without_what_arrow_adds(chatting: Path) -> Non
     assert sum(scored) == len(tokenizer(f"{ANSWERED}</s>\n", add_special_tokens=False).input_ids)
 
 
+ROLES = [  # ShareGPT's, and the roles of the messages that they become
+    (["human", "gpt"], ["user", "assistant"]),
+    (["user", "chatgpt"], ["user", "assistant"]),
+    (
+        ["system", "user", "bing", "user", "bard"],
+        ["system", *2 * ["user", "assistant"]],
+    ),
+    (["human", "model", "human", "bot"], ["user", "assistant"] * 2),
+    (["human", "gpt", "observation", "gpt"], ["user", "assistant", "tool", "assistant"]),
+    (["human", "gpt", "function", "gpt"], ["user", "assistant", "tool", "assistant"]),
+    (["human", "function_call", "tool", "gpt"], ["user", "assistant", "tool", "assistant"]),
+]
+
+
+@pytest.mark.parametrize(("given", "expected"), ROLES, ids=lambda names: " ".join(names))
+def test_every_message_keeps_its_place_under_the_role_of_templates(
+    given: list[str], expected: list[str]
+) -> None:
+    values = [f"text {number}" for number in range(len(given))]
+    pairs = list(zip(given, values, strict=True))
+    for row in (
+        {"conversations": [{"from": role, "value": value} for role, value in pairs]},
+        {"messages": [{"role": role, "content": value} for role, value in pairs]},
+    ):
+        messages = json.loads(conversation_of(row))["messages"]
+        assert [each["role"] for each in messages] == expected
+        assert [each["content"] for each in messages] == values
+
+
+def test_a_function_call_of_sharegpt_calls_a_tool(chatting: Path) -> None:
+    call = {"name": "add", "arguments": {"a": 7, "b": None}}
+    for text in (json.dumps(call), json.dumps([call])):
+        turns = [("human", ASKED), ("function_call", text), ("observation", "7"), ("gpt", "six")]
+        row = {"conversations": [{"from": role, "value": value} for role, value in turns]}
+        row["tools"] = json.dumps([{"name": "add"}])
+        found = json.loads(conversation_of(row))
+        assert found["tools"] == [{"name": "add"}]
+        [made] = found["messages"][1]["tool_calls"]
+        assert made == {"type": "function", "function": call}
+    with pytest.raises(data.DataError, match="does not write tool_calls"):
+        tokenized(chatting, row)
+    calling = "{% for call in message.tool_calls or [] %}{{ call | tojson }}{% endfor %}"
+    with_template(chatting, PLAIN.replace("{{ eos_token }}", calling + "{{ eos_token }}"))
+    tokenizer, ids, scored = tokenized(chatting, row)
+    spelled = tokenizer.decode([token for token, one in zip(ids, scored, strict=True) if one])
+    assert '"name": "add"' in spelled and '"b": null' in spelled and "six" in spelled
+
+
+def test_system_and_history_come_first() -> None:
+    system = {"role": "system", "content": "six"}
+    history = {"history": [["a", "b"], ["c", "d"]]}
+    roles = 2 * ["user", "assistant"]
+    before = [{"role": role, "content": text} for role, text in zip(roles, "abcd", strict=True)]
+    alpaca = {"instruction": "one", "input": "two three", "output": ANSWERED}
+    asked = {"role": "user", "content": "one\n\ntwo three"}
+    for row, expected in (
+        ({**alpaca, "system": "six", **history}, [system, *before, asked, ASSISTANT]),
+        ({**alpaca, "system": "", "history": []}, [asked, ASSISTANT]),
+        ({"messages": [USER, ASSISTANT], "system": "six"}, [system, USER, ASSISTANT]),
+        ({"messages": [system, USER, ASSISTANT], "system": "six"}, [system, USER, ASSISTANT]),
+        ({**SHAPES[1], "system": "six"}, [system, USER, ASSISTANT]),
+        ({"prompt": [USER], "completion": [ASSISTANT], "system": "six"}, [system, USER, ASSISTANT]),
+    ):
+        found = json.loads(conversation_of(row))
+        assert found["messages"] == expected
+        assert found["first"] == (2 if "prompt" in row else 0)
+
+
+def test_nulls_of_json_are_values_and_those_of_arrow_are_not(tmp_path: Path) -> None:
+    function = {"name": "add", "arguments": {"a": 7, "unit": None}}
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": function}]}
+    row = {"messages": [USER, call], "tools": [{"name": "add", "default": None}], "system": None}
+    file = tmp_path / "a.jsonl"
+    file.write_text(json.dumps(row))
+    [found] = [json.loads(text) for text in data.documents(str(file), chat=True)["text"]]
+    assert found["messages"][1]["tool_calls"][0]["function"] == function
+    assert "content" not in found["messages"][1] and found["tools"] == row["tools"]
+    other = {**function, "arguments": {"b": 1}}  # of a row with other arguments
+    rows = [{"messages": [USER, {**call, "tool_calls": [{"function": other}]}]}, row]
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "a.parquet")
+    read = data.documents(str(tmp_path / "a.parquet"), chat=True)["text"]
+    found = json.loads(read[0])
+    assert found["messages"][1]["tool_calls"][0]["function"] == other
+
+
+@pytest.mark.parametrize("name", ["deepseekv3", "qwen3"])
+def test_a_prompt_and_a_completion_of_messages_are_the_conversation(
+    name: str, chatting: Path
+) -> None:
+    """Also where only TRL's template for training shows where answers are."""
+    known = pytest.importorskip("trl.chat_template_utils")
+    with_template(chatting, getattr(known, f"{name}_chat_template"))
+    row = {"prompt": [USER], "completion": [ASSISTANT]}
+    assert tokenized(chatting, row)[1:] == tokenized(chatting, {"messages": [USER, ASSISTANT]})[1:]
+    before = [USER, {"role": "assistant", "content": "six"}]
+    row = {"prompt": [*before, USER], "completion": [ASSISTANT]}
+    tokenizer, ids, scored = tokenized(chatting, row)
+    spelled = tokenizer.decode([token for token, one in zip(ids, scored, strict=True) if one])
+    assert ANSWERED in spelled and "six" not in spelled and "six" in tokenizer.decode(ids)
+
+
 def test_texts_of_prompt_and_completion_need_no_template(checkpoint: Path) -> None:
     tokenizer, ids, scored = tokenized(checkpoint, {"prompt": "one two ", "completion": "three"})
     assert tokenizer.decode(ids) == "<s>one two three</s>"
@@ -123,7 +228,17 @@ def test_conversations_that_cannot_be_used_are_refused(chatting: Path, checkpoin
     for row, said in (
         ({"words": "one"}, "columns words"),
         ({"messages": [{"content": "one"}]}, "role"),
-        ({"messages": "one"}, "not a conversation"),
+        ({"messages": "one"}, "messages is str, and must be a list of objects with role"),
+        ({"messages": None}, "columns messages"),
+        ({"messages": ["one"]}, "message 1 of messages is str"),
+        ({"messages": [USER, {**ASSISTANT, "role": "asistant"}]}, "message 2 .* 'asistant'; did"),
+        ({"conversations": [{"from": "human"}]}, "message 1 of conversations has no value"),
+        ({"instruction": "one", "output": None}, "it has no output or response, or it is null"),
+        ({"instruction": "one", "output": ["two"]}, "output is list, and must be a text"),
+        ({"instruction": "a", "output": "b", "history": [["c"]]}, "list of pairs"),
+        ({"messages": [{"role": "system", "content": "a"}], "system": "b"}, "different system"),
+        ({"prompt": "a", "completion": "b", "system": "c"}, "put it into the prompt"),
+        ({"prompt": [USER], "completion": "b"}, "completion is str, and must be a list"),
         ({"messages": [{**USER, "content": nested(600)}]}, "not a conversation"),
     ):
         with pytest.raises(data.DataError, match=said):
@@ -302,6 +417,21 @@ def test_a_run_on_conversations(
     assert history(run / "checkpoint-1")[0][1] == pytest.approx(total / count, rel=1e-5)
 
 
+def test_a_run_is_not_resumed_with_another_chat_template(chatting: Path, tmp_path: Path) -> None:
+    chats = save_chats(tmp_path / "chats.jsonl", 9)
+    run = tmp_path / "run"
+    words = arguments(chatting, chats, run, format="chat", length=300, save_steps=1)
+    finetune.main(words)
+    shutil.rmtree(run / "checkpoint-2")
+    again = [*words, "--resume_from_checkpoint", "true"]
+    with_template(chatting, PLAIN.replace("]: ", "]> "))
+    with pytest.raises(OptionError, match="another chat template"):
+        finetune.main(again)
+    with_template(chatting, PLAIN)
+    finetune.main(again)
+    assert (run / "checkpoint-2").exists()
+
+
 def test_documents_and_conversations_are_mixed_by_weights(
     chatting: Path, texts: Path, tmp_path: Path
 ) -> None:
@@ -351,6 +481,23 @@ def test_settings_that_conversations_do_not_support_are_refused(
     more: dict[str, object], message: str, refused: Callable[..., None]
 ) -> None:
     refused(message, **more)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "saved"])
+@pytest.mark.parametrize("number", [3, 30])
+def test_a_row_that_is_no_conversation_is_named(number: int, kind: str, tmp_path: Path) -> None:
+    """Early ones before anything is converted, too."""
+    rows = [{"instruction": "one", "output": None if i == number else "two"} for i in range(40)]
+    file = tmp_path / f"a.{kind}"
+    if kind == "jsonl":
+        file.write_text("\n".join(map(json.dumps, rows)))
+    elif kind == "parquet":
+        datasets.Dataset.from_list(rows).to_parquet(file)
+    else:
+        datasets.Dataset.from_list(rows).save_to_disk(file)
+    place = f"{file}, {'line' if kind == 'jsonl' else 'row'} {number + 1}: "
+    with pytest.raises(data.DataError, match=re.escape(place) + ".*no output or response"):
+        data.documents(str(file), chat=True)
 
 
 def test_conversations_that_are_read_as_text_name_the_format(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import random
 import shutil
 from itertools import islice
 from pathlib import Path
@@ -12,6 +13,7 @@ import datasets
 import pytest
 
 from recipes import data, finetune
+from recipes.files import list_files
 from rope_ext import OptionError
 from tests.helpers.recipe_runs import arguments
 
@@ -61,6 +63,102 @@ def test_all_kinds_of_files_are_read_and_broken_ones_named(folder: Path, streami
         texts(strict=True)
     (folder / "x.txt").write_text("good")  # what was read before is not used again
     assert "good" in [row["text"] for row in texts()]
+
+
+TEXTS = [f"document {number}" for number in range(200)]
+BAD_LINES = {  # lines 12 and 13 cannot be read
+    "not json": [b'{"text": "x', b"["],
+    "not an object": [b"[1, 2]", b"3"],
+    "not text": [b'{"text": "\xff"}', b"\xfe\xfe"],
+}
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("bad", BAD_LINES)
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "jsonl.gz"])
+def test_a_bad_line_is_left_out_alone(
+    suffix: str, bad: str, streaming: bool, tmp_path: Path
+) -> None:
+    lines = [json.dumps({"text": text}).encode() for text in TEXTS]
+    lines[11:11] = BAD_LINES[bad]
+    content = b"\n".join(lines)
+    file = tmp_path / f"a.{suffix}"
+    file.write_bytes(gzip.compress(content) if suffix.endswith("gz") else content)
+    rows = list(data.documents(str(file), streaming=streaming))
+    assert [row["text"] for row in rows if row["text"] is not None] == TEXTS
+    [problem] = [row["problem"] for row in rows if row["problem"]]
+    assert f"{file}, line 12" in problem and "2 lines left out, 200 read" in problem
+    with pytest.raises(data.DataError, match=r"line 12 .*--bad_files skip"):
+        list(data.documents(str(file), streaming=streaming, strict=True))
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "txt"])
+def test_of_a_compressed_file_that_breaks_off_the_beginning_is_read(
+    suffix: str, tmp_path: Path
+) -> None:
+    words = random.Random(0).choices(range(10**6), k=9999)
+    texts = [f"{number} {word}" for number, word in enumerate(words)]
+    lines = texts if suffix == "txt" else [json.dumps({"text": text}) for text in texts]
+    whole = gzip.compress("\n".join(lines).encode())
+    file = tmp_path / f"a.{suffix}.gz"
+    file.write_bytes(whole[: len(whole) // 2])
+    rows = list(data.documents(str(file)))
+    found = [row["text"] for row in rows if row["text"] is not None]
+    if suffix == "txt":
+        [text] = found
+        found = text.splitlines()
+    assert 1000 < len(found) < 9000 and found == texts[: len(found)]
+    assert "cannot be read to its end" in rows[-1]["problem"]
+    assert "the rest of the file is missing" in rows[-1]["problem"]
+    damaged = bytearray(whole)
+    damaged[len(whole) // 2 : len(whole) // 2 + 200] = bytes(200)
+    file.write_bytes(damaged)
+    rows = list(data.documents(str(file)))
+    assert rows[0]["text"] and str(file) in rows[-1]["problem"]
+
+
+def test_a_line_ends_at_a_newline_only(tmp_path: Path) -> None:
+    texts = ["one\u2028two", "three\x85four", "five\u2029six"]
+    lines = [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
+    for suffix in ("json", "jsonl"):
+        file = tmp_path / f"a.{suffix}"
+        file.write_text("\r\n".join(lines), encoding="utf-8", newline="")
+        assert list(data.documents(str(file))["text"]) == texts
+
+
+def test_links_to_folders_are_followed_once(tmp_path: Path) -> None:
+    root, books, own = tmp_path / "root", tmp_path / "books", tmp_path / "root" / "own"
+    for folder in (own, books / "inner", root / ".hidden"):
+        folder.mkdir(parents=True)
+    for file in (own / "a.txt", books / "b.txt", books / "inner" / "c.txt"):
+        file.write_text(file.stem)
+    for link, target in (
+        (root / ".hidden" / "books", books),  # hidden: not read, and not instead of the next
+        (root / "books", books),
+        (root / "again", books / "inner"),  # is read with books
+        (root / "to own", own),
+        (own / "up", root),
+        (books / "loop", books),
+        (books / "back", tmp_path),
+    ):
+        link.symlink_to(target)
+    assert sorted(data.documents(str(root))["text"]) == ["a", "b", "c"]
+    only = tmp_path / "only"
+    only.mkdir()
+    (only / "link").symlink_to(books / "inner")
+    assert list_files(only).files == (only / "link" / "c.txt",)
+
+
+def test_a_folder_of_saved_datasets_names_them(tmp_path: Path) -> None:
+    saved = tmp_path / "all" / "inner"
+    datasets.Dataset.from_dict({"text": ["one"]}).save_to_disk(saved)
+    with pytest.raises(data.DataError, match=f"1 dataset of save_to_disk.* such as {saved}"):
+        data.documents(str(saved.parent))
+
+
+def test_an_empty_folder_has_no_files(tmp_path: Path) -> None:
+    with pytest.raises(data.DataError, match=r"it has 0 files$"):
+        data.documents(str(tmp_path))
 
 
 def test_a_folder_without_a_readable_file_is_refused(tmp_path: Path) -> None:

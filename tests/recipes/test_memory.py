@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from recipes import memory, settings, shapes
 from recipes.shapes import SHAPES, config_of
-from rope_ext.errors import Mistakes, OptionError
+from rope_ext.errors import Mistakes, OptionError, RopeExtError
 from tests.families.zoo import tiny_of
 from tests.helpers.models import tiny_llama
 
@@ -60,6 +60,42 @@ def tracked(made: torch.nn.Module, rows: int, length: int, bf16: bool) -> int:
 def test_the_peak_is_that_of_torchs_tracker(checkpointing: bool, bf16: bool) -> None:
     found = memory.extrapolated(model(5, checkpointing, "meta"), 2, 256, bf16)
     assert found == tracked(model(5, checkpointing), 2, 256, bf16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_eager_attention_is_counted_with_its_scores(checkpointing: bool) -> None:
+    found = memory.extrapolated(
+        model(5, checkpointing, "meta"), 2, 256, bf16=checkpointing, attention=memory.EAGER
+    )
+    made = model(5, checkpointing)
+    made.set_attn_implementation("eager")
+    assert found == tracked(made, 2, 256, bf16=checkpointing)
+
+
+def test_a_plan_with_eager_attention_has_a_matrix_of_scores_for_each_head_and_layer() -> None:
+    config = tiny_llama().config
+    config.max_position_embeddings = 64
+    words = ["--dataset", "x", "--model", "x", "--factor", "8", "--use_cpu", "true"]
+    words += ["--length", "256", "--chunked_loss", "false", "--attn"]
+    eager, sdpa = (
+        memory.need(*settings.parse([*words, attn]), config).alone.activations
+        for attn in ("eager", "sdpa")
+    )
+    layers, rows = config.num_hidden_layers, 8
+    scores = 4 * rows * config.num_attention_heads * 256**2
+    assert eager - sdpa > 0.9 * layers * scores
+
+
+def test_gemma_2_is_planned_with_its_own_attention() -> None:
+    """It caps its scores, which SDPA cannot do."""
+    config = tiny_of(transformers.Gemma2ForCausalLM).config
+    words = ["--dataset", "x", "--model", "x", "--factor", "8", "--use_cpu", "true"]
+    words += ["--length", "256", "--chunked_loss"]
+    found = memory.need(*settings.parse([*words, "false"]), config)
+    assert found.alone.activations > 4 * 8 * config.num_attention_heads * 256**2
+    with pytest.raises(RopeExtError, match=r"caps its logits .*give --chunked_loss false"):
+        memory.need(*settings.parse([*words, "true"]), config)
 
 
 @pytest.mark.parametrize(
@@ -183,6 +219,11 @@ def test_a_recipe_without_a_model_says_so(
     shape = "hidden=64,layers=2,heads=4,kv_heads=2,intermediate=128,vocab=256"
     memory.main([str(recipe), "--shape", shape])
     assert "parameters" in capsys.readouterr().out
+
+
+def test_a_shape_that_no_llama_has_is_refused() -> None:
+    with pytest.raises(OptionError, match=r"heads=30 is no shape of a Llama .*multiple of the num"):
+        memory.config_from_shape("hidden=4096,layers=32,heads=30")
 
 
 @pytest.mark.parametrize("family", ["GPTNeoX", "Falcon"])

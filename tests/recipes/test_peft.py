@@ -84,6 +84,8 @@ def test_all_linear_layers_leave_those_of_an_encoding_alone(ids: torch.Tensor) -
             {"lora_options": '{"init_lora_weights": "pissa"}', "restoration": 5},
             "changes the base weights",
         ),
+        ({"lora_options": '{"bias": "foo"}'}, "bias 'foo' is not valid; give one of none, all, lo"),
+        ({"lora_options": '{"rank_pattern": 5}'}, "--lora_options .* cannot be used"),
         ({"lora_options": '{"use_dora": true}', "lora_r": 0}, "--lora_options needs LoRA"),
         ({"lora_target": ".*nothing.*"}, "cannot add LoRA"),
         ({"quantize": True, "quantize_bits": 3}, "--quantize_bits 3"),

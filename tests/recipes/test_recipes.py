@@ -19,8 +19,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import rope_ext
 from recipes import data, finetune, merge, positions, settings
-from recipes.loss import ChunkedLoss
+from recipes.loss import ChunkedLoss, WeightedLoss
 from rope_ext import OptionError
+from rope_ext.errors import UnsupportedModelError
 from rope_ext.position.learned import learned
 from tests.helpers.checkpoint import TRAINED
 from tests.helpers.models import tiny_llama
@@ -262,14 +263,28 @@ def test_chunked_loss_is_the_plain_loss(
     assert len(grads) > 10
 
 
-def test_a_weight_multiplies_the_loss_of_its_token(ids: torch.Tensor) -> None:
+@pytest.mark.parametrize("kind", [ChunkedLoss, WeightedLoss])
+def test_a_weight_multiplies_the_loss_of_its_token(kind: type, ids: torch.Tensor) -> None:
     model, weights = tiny_llama(), torch.rand(ids.shape)
+    plain = model(input_ids=ids, labels=ids).loss
     logits = model(ids).logits[:, :-1].flatten(0, 1)
     losses = torch.nn.functional.cross_entropy(logits, ids[:, 1:].flatten(), reduction="none")
-    ChunkedLoss(model)
+    kind(model)
     found = model(input_ids=ids, labels=ids, loss_weights=weights).loss
     counted = weights[:, 1:].flatten()
     torch.testing.assert_close(found, losses @ counted / counted.sum())
+    found = model(input_ids=ids, labels=ids, loss_weights=weights, num_items_in_batch=50).loss
+    torch.testing.assert_close(found, losses @ counted / 50)
+    torch.testing.assert_close(model(input_ids=ids, labels=ids).loss, plain)
+
+
+def test_weights_of_labels_are_not_lost(ids: torch.Tensor) -> None:
+    """By a model that computes its loss in another way."""
+    model = tiny_llama()
+    WeightedLoss(model)
+    model.loss_function = lambda **given: torch.tensor(1.0)
+    with pytest.raises(UnsupportedModelError, match="--retrieval_share 0"):
+        model(input_ids=ids, labels=ids, loss_weights=torch.ones(ids.shape))
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -317,6 +332,10 @@ REFUSED = [
     ({"model": "nowhere/at-all"}, "nowhere/at-all"),
     ({"model": None}, "--model is missing"),
     ({"dataset": "nowhere/at-all"}, "cannot read the dataset 'nowhere/at-all'.*python-library"),
+    (
+        {"eval_dataset": "./nothere.txt", "eval_strategy": "steps", "eval_length": 400},
+        "give --eval_dataset an existing one",
+    ),
     ({"text_column": "words"}, r"no text column 'words'; set --text_column.* text$"),
     ({"minimum_document": 5000}, "no document is long enough: the longest of all 12 has"),
     ({"factor": 80, "length": 9000, "pose_chunks": 0}, "not enough for one row of --length 9000"),
@@ -358,7 +377,15 @@ REFUSED = [
         {"eval_strategy": "steps", "eval_rows": 100, "eval_length": 400},
         "not enough for --eval_rows 100 of 400 tokens; lower --eval_rows",
     ),
-    ({"learning_rat": 1}, "unknown setting '--learning_rat'; did you mean 'learning_rate'"),
+    (
+        {"learning_rat": 1, "output_dir": None},
+        "^unknown setting '--learning_rat'; did you mean 'learning_rate'[^']*$",
+    ),
+    (
+        {"retrieval_share": 0.5, "label_smoothing_factor": 0.1, "chunked_loss": False},
+        "--label_smoothing_factor do not support",
+    ),
+    ({"lora_target": ["lm_head", "q_proj"]}, "--chunked_loss false, or leave it out of --lora_t"),
     ({"resume_from_checkpoint": "true"}, "no checkpoint to resume from"),
     ({"per_device_train_batch_size": 0}, "--per_device_train_batch_size 0 .* be 1 or more"),
     ({"max_steps": -3}, "--max_steps -3 .* 1 or more, or -1"),
@@ -433,6 +460,80 @@ def test_a_run_on_another_number_of_devices_is_not_begun_again(
     resume = name if name == "true" else run / name
     with pytest.raises(OptionError, match=r"on 2 devices.*--num_processes 2"):
         finetune.main(arguments(checkpoint, texts, run, resume_from_checkpoint=resume))
+
+
+@pytest.mark.parametrize("method", ["yarn", "self_extend"])
+def test_a_model_that_is_extended_already_is_refused_in_the_words_of_the_recipe(
+    method: str, checkpoint: Path, tmp_path: Path, refused: Callable[..., None]
+) -> None:
+    folder = tmp_path / "extended"
+    AutoTokenizer.from_pretrained(checkpoint).save_pretrained(folder)
+    config = rope_ext.patch(tiny_llama(), method, factor=4).config
+    config.save_pretrained(folder)
+    on_top = ", --compose true.* " if method == "yarn" else " "
+    said = rf"already extended to \d+ tokens .*--model the original model{on_top}or --method none"
+    refused(said, model=folder, method="yarn")
+
+
+@pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
+def test_lora_on_a_tied_weight_is_refused(
+    target: str, checkpoint: Path, tmp_path: Path, refused: Callable[..., None]
+) -> None:
+    """It could not be merged."""
+    folder = tmp_path / "tied"
+    AutoTokenizer.from_pretrained(checkpoint).save_pretrained(folder)
+    tiny_llama(tie_word_embeddings=True).config.save_pretrained(folder)
+    said = f"adds LoRA to {target}.*some of down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, "
+    more = {"model": folder, "chunked_loss": False}
+    refused(said + "v_proj, and", lora_target=["q_proj", target], **more)
+    refused(
+        "--lora_target some of down_proj, gate_proj, k_proj, o_", lora_target=["x", "y"], **more
+    )
+
+
+def test_a_run_is_not_written_into_its_own_data(
+    checkpoint: Path, texts: Path, tmp_path: Path, weights: None
+) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "a.jsonl").write_bytes(texts.read_bytes())
+    run = folder / "runs" / "first"
+    with pytest.raises(OptionError, match=rf"--output_dir {run} is in --dataset {folder}"):
+        finetune.prepare(arguments(checkpoint, folder, run))
+    with pytest.raises(OptionError, match="is in --eval_dataset"):
+        finetune.prepare(
+            arguments(checkpoint, texts, run, eval_strategy="steps", eval_dataset=folder)
+        )
+    finetune.prepare(arguments(checkpoint, folder, folder / ".runs" / "first"))  # is not read
+    finetune.prepare(arguments(checkpoint, folder, tmp_path / "data 2"))
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "chat_template.jinja"])
+def test_a_tokenizer_is_not_written_over(
+    name: str, checkpoint: Path, texts: Path, tmp_path: Path, weights: None
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / name).write_text("{}")
+    with pytest.raises(OptionError, match=rf"\({name}\); give another --output_dir$"):
+        finetune.prepare(arguments(checkpoint, texts, tmp_path / "run"))
+
+
+@pytest.mark.parametrize(
+    "more", [{"dataloader_drop_last": True}, {"train_sampling_strategy": "sequential"}], ids=str
+)
+def test_a_run_is_not_resumed_with_other_rows_in_a_step(
+    more: dict[str, object], checkpoint: Path, texts: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    finetune.main(arguments(checkpoint, texts, run, save_steps=1))
+    again = arguments(checkpoint, texts, run, resume_from_checkpoint="true", **more)
+    with pytest.raises(OptionError, match=f"other settings .{next(iter(more))} "):
+        finetune.main(again)
+    # A run of before these were recorded.
+    recorded = json.loads((run / "recipe.json").read_text())
+    del recorded[next(iter(more))]
+    (run / "recipe.json").write_text(json.dumps(recorded))
+    finetune.main(again)
 
 
 def test_a_run_without_a_change_of_rope(checkpoint: Path, texts: Path, tmp_path: Path) -> None:

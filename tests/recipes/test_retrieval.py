@@ -106,9 +106,12 @@ def test_a_run_trains_on_them(
         assert sum(tokenizer.decode(row).count(name) for name in NAMES) >= 2
 
 
-@pytest.mark.parametrize("positions", ["pose", "documents"])
+@pytest.mark.parametrize(
+    ("positions", "chunked"), [("pose", True), ("pose", False), ("documents", True)]
+)
 def test_the_loss_of_a_step_is_the_mean_by_weights(
     positions: str,
+    chunked: bool,
     checkpoint: Path,
     texts: Path,
     tmp_path: Path,
@@ -125,7 +128,7 @@ def test_the_loss_of_a_step_is_the_mean_by_weights(
     monkeypatch.setattr(data, "Collator", Watched)
     run = tmp_path / "run"
     more: dict[str, object] = {"length": 256, "max_steps": 1, "per_device_train_batch_size": 1}
-    more |= {"gradient_accumulation_steps": 6, "learning_rate": 0.0}
+    more |= {"gradient_accumulation_steps": 6, "learning_rate": 0.0, "chunked_loss": chunked}
     if positions == "pose":
         more["retrieval_share"] = 0.5
     else:

@@ -193,7 +193,7 @@ def recommend(
         _require_carried(case, name)
     else:
         alone = _compares_nothing(calibrated[0], found)
-        # Whoever names the calibration has chosen its method; one beside the model may be forgotten.
+        # Whoever names a calibration has chosen its method; one beside the model may be forgotten.
         if calibration is not None or not alone:
             # After a vendor's recipe, which comes first.
             candidates.insert(int(case.recipe is not None), calibrated)

@@ -532,9 +532,8 @@ class Collator:
         scheme: scheme of positions (recipes/positions.py); None for consecutive positions.
         seed: random seed.
         epoch: number of completed passes over the data.
-        retrieval: adds facts to some rows (recipes/retrieval.py), or None.
-        weighted: also return the weights of these rows, which recipes/loss.py reads. Labels with
-            weight 0 are always ignored.
+        retrieval: adds facts to some rows (recipes/retrieval.py), or None. Batches then have the
+            weights of labels, which recipes/loss.py reads.
         positioned: return positions also where they are consecutive.
     """
 
@@ -542,7 +541,6 @@ class Collator:
     seed: int = 0
     epoch: int = 0
     retrieval: Callable[[Sequence[int], random.Random], Weighted] | None = None
-    weighted: bool = True
     positioned: bool = False
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
@@ -562,7 +560,7 @@ class Collator:
         if weights is None:
             return batch
         batch["labels"][weights == 0] = IGNORED
-        return {**batch, "loss_weights": weights} if self.weighted else batch
+        return {**batch, "loss_weights": weights}
 
     def _with_facts(self, row: Mapping[str, Any]) -> tuple[Mapping[str, Any], Sequence[float]]:
         """A row of text with facts, and the weights of its tokens; conversations stay."""

@@ -237,6 +237,12 @@ def _check_parallelism(recipe: Recipe, args: Any, config: Any) -> None:
             "--restoration needs whole rows, which context parallelism splits; give --restoration "
             "0, or launch with recipes/accelerate/fsdp2.yaml"
         )
+    if recipe.retrieval_share and cp_size > 1:  # ranks split only the inputs that Trainer knows
+        raise OptionError(
+            f"--retrieval_share {recipe.retrieval_share:g} weights the loss of labels, which "
+            f"devices that share a row do not; give --retrieval_share 0, or launch with "
+            f"recipes/accelerate/fsdp2.yaml"
+        )
     if shares_heads(args.parallelism_config):
         _check_ulysses(recipe, args, cp_size)
     check_parallelism(
@@ -266,12 +272,11 @@ def _check_ulysses(recipe: Recipe, args: Any, sp_size: int) -> None:
         )
     # Trainer takes the mean of the batches' means, which is the mean of labels for equal numbers.
     several = args.gradient_accumulation_steps > 1 or args.world_size > sp_size
-    if several and (recipe.retrieval_share or uses_chat(recipe)):
+    if several and uses_chat(recipe):
         raise OptionError(
-            f"rows with different numbers of labels (--retrieval_share, --format chat) do not work "
-            f"with Ulysses in steps of several batches, whose loss would not be a mean over "
-            f"labels; give --gradient_accumulation_steps 1 and --num_processes {sp_size}, or "
-            f"{other}"
+            f"rows with different numbers of labels (--format chat) do not work with Ulysses in "
+            f"steps of several batches, whose loss would not be a mean over labels; give "
+            f"--gradient_accumulation_steps 1 and --num_processes {sp_size}, or {other}"
         )
 
 
@@ -404,13 +409,10 @@ def collator_of(recipe: Recipe, args: TrainingArguments, plan: Plan) -> data.Col
     """The collator of training rows."""
     share = recipe.retrieval_share
     retrieval = RetrievalRows(plan.tokenizer, share) if share else None
-    # Under context parallelism, Trainer splits only the inputs that it knows.
-    weighted = context_parallel_size(args.parallelism_config) == 1
     return data.Collator(
         scheme(recipe, trained=plan.trained, target=plan.target),
         args.seed,
         retrieval=retrieval,
-        weighted=weighted,
         positioned=shares_heads(args.parallelism_config),
     )
 

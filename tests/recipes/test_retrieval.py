@@ -76,9 +76,6 @@ def test_rows_depend_on_seed_epoch_and_index_and_leave_positions_alone(tokenizer
     assert torch.equal(ignored, first["labels"] == data.IGNORED) and ignored.any()
     assert torch.equal(first["labels"][~ignored], first["input_ids"][~ignored])
     assert "loss_weights" not in plain
-    unweighted = data.Collator(positions.PoSE(4096), 5, retrieval=make, weighted=False)(rows)
-    assert "loss_weights" not in unweighted
-    assert torch.equal(unweighted["labels"], first["labels"])
     assert torch.equal(first["position_ids"], plain["position_ids"])
     assert not torch.equal(first["input_ids"], plain["input_ids"])
     assert not torch.equal(first["input_ids"], batch([0, 1], epoch=1)["input_ids"])

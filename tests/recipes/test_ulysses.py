@@ -17,7 +17,7 @@ from tests.helpers.recipe_runs import arguments
 
 TEXTS: dict[str, dict[str, object]] = {
     "consecutive positions": {"gradient_accumulation_steps": 2},
-    "pose": {"pose_chunks": 2, "retrieval_share": 0.5},
+    "pose": {"pose_chunks": 2},
 }
 
 
@@ -48,7 +48,8 @@ def test_two_processes_train_as_one(
     [
         ({"eval_strategy": "steps"}, "eval_strategy"),
         ({"dataloader_drop_last": False}, "same number of rows"),
-        ({"retrieval_share": 0.5, "gradient_accumulation_steps": 2}, "different numbers"),
+        ({"retrieval_share": 0.5}, "weights the loss of labels"),
+        ({"format": "chat", "gradient_accumulation_steps": 2}, "different numbers"),
         ({"method": "rerope", "pose_chunks": 0}, "its own attention"),
     ],
     ids=str,

@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     needle = {DEPTH: KEY.sentence.format(key=ANSWER)}
     frame = Frame.from_tokenizer(tokenizer)
     case = hide(
-        frame, "passkey", length, seed=0, hay=hay, needles=needle, secret=KEY, answers=[ANSWER]
+        frame, "passkey", length, seed=0, hay=hay, needles=needle, secret=KEY, answer=ANSWER
     )
     ends = range(WINDOW, len(case.ids) + WINDOW, WINDOW)
     shown = ends[::-1][::2][::-1]  # every second one, with the last

@@ -129,11 +129,10 @@ class Study:
         parts = [
             ("inside", "perplexity", self.trained, [*_WHOLE, "--windows", str(inside)]),
             ("twice", "perplexity", twice, [*_WHOLE, "--windows", str(beyond)]),
-            ("target", "perplexity", target, [*_WHOLE, "--windows", str(beyond)]),
-            ("passkeys", "passkey", twice, keys),
         ]
-        if target == twice:
-            parts.pop(2)
+        if target > twice:
+            parts.append(("target", "perplexity", target, [*_WHOLE, "--windows", str(beyond)]))
+        parts.append(("passkeys", "passkey", twice, keys))
         for name, task, length, options in parts:
             words = ["--model", self.model, "--factor", str(factor), "--dtype", "bfloat16"]
             words += ["--method", "none,yarn" if adapter is None else "adapter"]

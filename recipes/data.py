@@ -17,7 +17,15 @@ from datasets import Dataset, Features, IterableDataset, List, Value
 
 from recipes.chat import TokenizeChat, Whole, conversation_of, is_conversation
 from recipes.contents import Contents, beginning_of, contents, digest_of
-from recipes.files import Listing, first_entries, is_saved, list_files, load_files, load_saved
+from recipes.files import (
+    Entry,
+    Listing,
+    first_entries,
+    is_saved,
+    list_files,
+    load_files,
+    load_saved,
+)
 from recipes.positions import Drawn, MixedWindows
 from recipes.retrieval import Weighted
 from recipes.stream import PROBLEM, DataError, Packer, Source, Stream
@@ -72,9 +80,9 @@ def documents(
             entries = first_entries(files, column, _ENOUGH)
             if chat:
                 for entry in entries:
-                    _conversation(not_none(entry.row), entry.place, from_arrow=entry.from_arrow)
+                    _conversation(entry)
             _require(name, [not_none(entry.row) for entry in entries], column, chat, option)
-            convert = conversation_of if chat else None
+            convert = _conversation if chat else None
             return load_files(files, column, streaming=streaming, strict=strict, convert=convert)
         data = _dataset(name, config, split, streaming=streaming, option=option)
         first = list(data.take(_ENOUGH))
@@ -134,14 +142,15 @@ def _dataset(name: str, config: str | None, split: str, streaming: bool, option:
 
 
 def _as_conversation(row: Mapping[str, Any], number: int, name: str) -> dict[str, str]:
-    return {"text": _conversation(row, f"{name}, row {number + 1}")}
+    return {"text": _conversation(Entry(f"{name}, row {number + 1}", row, from_arrow=True))}
 
 
-def _conversation(row: Mapping[str, Any], place: str, from_arrow: bool = True) -> str:
+def _conversation(entry: Entry) -> str:
+    """Return a row as the JSON of a conversation; DataError with its place if it is none."""
     try:
-        return conversation_of(row, from_arrow=from_arrow)
+        return conversation_of(not_none(entry.row), from_arrow=entry.from_arrow)
     except DataError as error:
-        raise DataError(f"{place}: {error}") from None
+        raise DataError(f"{entry.place}: {error}") from None
 
 
 def _require(

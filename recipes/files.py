@@ -171,7 +171,7 @@ def load_files(
     *,
     streaming: bool,
     strict: bool,
-    convert: Callable[..., str] | None = None,
+    convert: Callable[[Entry], str] | None = None,
 ) -> Dataset | IterableDataset:
     """Load documents in the column ``text``, and reasons in the column ``problem``.
 
@@ -180,8 +180,7 @@ def load_files(
         column: column with the text, in files that have columns.
         streaming: read while iterating instead of storing everything on disk first.
         strict: raise an error for a file or a line that cannot be read, instead of leaving it out.
-        convert: makes the document from a whole row, instead of ``column``; it is also told whether
-            the row comes ``from_arrow``.
+        convert: makes the document from a whole entry, instead of ``column``.
     """
     # Sizes and times are in the arguments so that datasets does not use what it made of old files.
     states = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
@@ -252,7 +251,7 @@ def _documents(
     files: Sequence[tuple[str, int, int]],
     column: str,
     strict: bool,
-    convert: Callable[..., str] | None,
+    convert: Callable[[Entry], str] | None,
 ) -> Iterator[dict[str, Any]]:
     """Yield the documents of files, and for each file what is left out of it, or DataError."""
     for name, *_ in files:
@@ -294,14 +293,10 @@ def _of_lines(problems: Sequence[str], read: int) -> str:
     return f"{problems[0]}; {len(problems):,} {lines} left out, {read:,} read"
 
 
-def _text_of(entry: Entry, column: str, convert: Callable[..., str] | None) -> str | None:
-    row = not_none(entry.row)
+def _text_of(entry: Entry, column: str, convert: Callable[[Entry], str] | None) -> str | None:
     if convert is not None:
-        try:
-            return convert(row, from_arrow=entry.from_arrow)
-        except DataError as error:
-            raise DataError(f"{entry.place}: {error}") from None
-    text = row.get(column)
+        return convert(entry)
+    text = not_none(entry.row).get(column)
     if text is None:
         return None
     if not isinstance(text, str):

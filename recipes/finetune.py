@@ -218,11 +218,11 @@ def _check_places(recipe: Recipe, args: Any) -> None:
         read.append(("--eval_dataset", recipe.eval_dataset))
     for option, name in read:
         folder = Path(name).resolve()
-        if not name or not folder.is_dir() or is_saved(folder):
+        reads = name and folder.is_dir() and not is_saved(folder)
+        if not (reads and output.is_relative_to(folder)):
             continue
         # Files in hidden directories are not read.
-        inside = output.relative_to(folder).parts if output.is_relative_to(folder) else (".",)
-        if not any(part.startswith(".") for part in inside):
+        if not any(part.startswith(".") for part in output.relative_to(folder).parts):
             raise OptionError(
                 f"--output_dir {args.output_dir} is in {option} {name}, so the run would be part "
                 f"of its own data and could not be resumed; give another --output_dir"

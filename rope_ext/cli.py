@@ -87,7 +87,6 @@ def recommend(
         text: Text to evaluate on, for the next commands. Repeatable.
     """
     import rope_ext
-    from rope_ext.advice.recommend import calibration_for
     from rope_ext.config.record import option_texts
 
     found = rope_ext.recommend(
@@ -111,8 +110,7 @@ def recommend(
         trained_length=trained,
     )
     # What the calibration chose has been measured; anything else is compared first.
-    calibrated = calibration is not None and not (finetune or engine)
-    calibrated = calibrated and calibration_for(model, calibration).method == best
+    calibrated = calibration is not None and found.calibrated and engine is None
     if calibrated and found.serve != best:
         tell(f"done: use it in Python: {found.call}")
     elif calibrated or engine is not None:
@@ -164,11 +162,12 @@ def diagnose(patch_options: PatchOptions, length: str) -> None:
     import rope_ext
 
     tokens = parse_length(length)
-    found = rope_ext.diagnose(patch_options.patched(), tokens)
+    patched = patch_options.patched()
+    found = rope_ext.diagnose(patched, tokens)
     show(found)
     if patch_options.method is not None:
         patch_options.tell_compare(found.trained_length, tokens)
-    elif tokens > rope_ext.describe(patch_options.patched()).target_length:
+    elif tokens > rope_ext.describe(patched).target_length:
         tell_next(command_words("recommend", patch_options.model, length=tokens))
 
 

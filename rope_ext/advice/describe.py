@@ -215,8 +215,7 @@ def _described_as_saved(given: PreTrainedConfig | str | Path) -> Description:
         merge = command_line(["python", "recipes/merge.py", saved.name, "--output", "MERGED"])
         notes += (f"to serve it, merge the adapter: {merge}",)
     elif not serve:
-        state = current_patch(saved.model)
-        able = engines_with_plugin(state, saved) if state is not None else ()
+        able = engines_with_plugin(saved.model, saved)
         where = f"only {' and '.join(able)} with rope_ext installed" if able else "no engine"
         notes += (f"{where} can run it; load it with rope_ext.from_pretrained({saved.name!r})",)
     return dataclasses.replace(found, notes=notes, serve=serve)

@@ -21,6 +21,7 @@ from rope_ext.advice.describe import call_text, require_length
 from rope_ext.advice.evidence import measured_models, ranked, sentence, why
 from rope_ext.advice.recommendation import Recommendation
 from rope_ext.config.record import method_from_json
+from rope_ext.config.settings import METHODS
 from rope_ext.config.writing import is_scaled
 from rope_ext.engines import check_engine, engines_for, export, serving_commands
 from rope_ext.errors import (
@@ -233,6 +234,7 @@ def recommend(
         alternatives=tuple((t.method, t.why.replace("\n", " ")) for t in others),
         unscaled_length=case.unscaled,
         raised=case.raised,
+        calibrated=calibrated is not None and first.method is calibrated[0],
     )
     for trial in accepted:
         if engine is None and trial.engines:
@@ -339,9 +341,7 @@ def _case(
         # Other types were not measured; but nothing goes on top of the dynamic one.
         if site.rope_type in ("yarn", "dynamic"):
             factor = factor_to(target, not_none(site.settings.length))
-            raised = build_method(
-                "yarn" if site.rope_type == "yarn" else "dynamic_ntk", factor=factor
-            )
+            raised = build_method(METHODS[site.rope_type], factor=factor)
     elif not finetune and length is None:
         own = (r for r in _RECIPES if kind in r.model_types and configured in r.configured)
         recipe = next((r for r in own if target <= r.factor * r.trained), None)

@@ -32,6 +32,7 @@ class Recommendation(Printed):
     unscaled_length: int | None = None
     # the checkpoint's own scaling with a larger factor, which needs compose="raise", if any
     raised: Method | None = None
+    calibrated: bool = False  # whether ``method`` is the result of a calibration
 
     @property
     def call(self) -> str:

@@ -152,7 +152,10 @@ def engines_for(model: nn.Module) -> tuple[str, ...]:
     return () if state is None else tuple(n for n in _ENGINES if _runs_by_itself(n, state))
 
 
-def engines_with_plugin(state: Patch, saved: Saved | None = None) -> tuple[str, ...]:
-    """Return the engines that run a patch only with this package installed beside them."""
+def engines_with_plugin(model: nn.Module, saved: Saved | None = None) -> tuple[str, ...]:
+    """Return the engines that run a patched model only with this package installed beside them."""
+    state = current_patch(model)
+    if state is None:
+        return ()
     able = [name for name in _BY_ITSELF if _runs(name, state, saved)]
     return tuple(name for name in able if not _runs_by_itself(name, state, saved))

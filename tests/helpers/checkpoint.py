@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerFast
 
 from rope_eval.tasks.passkey import FILLER, INTRO, NEEDLE, QUESTION
 from tests.helpers.models import tiny_llama
@@ -75,3 +75,10 @@ def stopping(patch: pytest.MonkeyPatch, model: Any, at: int) -> list[None]:
 
     patch.setattr(type(model), "forward", forward)
     return ran
+
+
+def save_config(folder: Path, config: PreTrainedConfig, checkpoint: Path) -> Path:
+    """Save a model without its weights: a configuration, and the tokenizer of ``checkpoint``."""
+    config.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(checkpoint).save_pretrained(folder)
+    return folder

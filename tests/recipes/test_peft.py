@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, Llama4ForCausalLM
+from transformers import AutoModelForCausalLM, Llama4ForCausalLM
 
 import rope_ext
 from recipes import finetune, memory, settings
 from rope_ext import OptionError
 from tests.families.zoo import tiny_of
+from tests.helpers.checkpoint import save_config
 from tests.helpers.models import tiny_llama
 from tests.helpers.recipe_runs import arguments
 
@@ -113,9 +114,8 @@ def test_lora_on_a_router_is_refused_before_the_weights_are_loaded(
     checkpoint: Path, tmp_path: Path, refused: Callable[..., None]
 ) -> None:
     """Whose layer is a linear one that returns two tensors."""
-    folder = tmp_path / "model"
-    tiny_of(Llama4ForCausalLM, max_position_embeddings=128).config.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(checkpoint).save_pretrained(folder)
+    config = tiny_of(Llama4ForCausalLM, max_position_embeddings=128).config
+    folder = save_config(tmp_path / "model", config, checkpoint)
     refused("forward fails.*--lora_target", model=folder, lora_target="all-linear")
 
 

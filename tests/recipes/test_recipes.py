@@ -23,7 +23,7 @@ from recipes.loss import ChunkedLoss, WeightedLoss
 from rope_ext import OptionError
 from rope_ext.errors import UnsupportedModelError
 from rope_ext.position.learned import learned
-from tests.helpers.checkpoint import TRAINED
+from tests.helpers.checkpoint import TRAINED, save_config
 from tests.helpers.models import tiny_llama
 from tests.helpers.recipe_runs import arguments
 
@@ -466,10 +466,8 @@ def test_a_run_on_another_number_of_devices_is_not_begun_again(
 def test_a_model_that_is_extended_already_is_refused_in_the_words_of_the_recipe(
     method: str, checkpoint: Path, tmp_path: Path, refused: Callable[..., None]
 ) -> None:
-    folder = tmp_path / "extended"
-    AutoTokenizer.from_pretrained(checkpoint).save_pretrained(folder)
     config = rope_ext.patch(tiny_llama(), method, factor=4).config
-    config.save_pretrained(folder)
+    folder = save_config(tmp_path / "extended", config, checkpoint)
     on_top = ", --compose true.* " if method == "yarn" else " "
     said = rf"already extended to \d+ tokens .*--model the original model{on_top}or --method none"
     refused(said, model=folder, method="yarn")
@@ -480,9 +478,8 @@ def test_lora_on_a_tied_weight_is_refused(
     target: str, checkpoint: Path, tmp_path: Path, refused: Callable[..., None]
 ) -> None:
     """It could not be merged."""
-    folder = tmp_path / "tied"
-    AutoTokenizer.from_pretrained(checkpoint).save_pretrained(folder)
-    tiny_llama(tie_word_embeddings=True).config.save_pretrained(folder)
+    config = tiny_llama(tie_word_embeddings=True).config
+    folder = save_config(tmp_path / "tied", config, checkpoint)
     said = f"adds LoRA to {target}.*some of down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, "
     more = {"model": folder, "chunked_loss": False}
     refused(said + "v_proj, and", lora_target=["q_proj", target], **more)

@@ -21,9 +21,7 @@ from rope_ext.command.terminal import unused
 from rope_ext.engines import engines_for, engines_with_plugin
 from rope_ext.errors import RopeExtError
 from rope_ext.methods import extended_length
-from rope_ext.methods.checked import not_none
 from rope_ext.methods.rope import factor_to
-from rope_ext.patching import current_patch
 from rope_ext.quoting import command_line
 from rope_ext.saving.folder import model_of, patch_without_weights
 
@@ -57,10 +55,10 @@ def engines_of(systems: Sequence[System], arguments: Sequence[Any]) -> tuple[Eng
                         method,
                         {"compose": arguments[0], "original_max_position_embeddings": arguments[1]},
                     )
-                    plugins[system.label] = engines_with_plugin(not_none(current_patch(noted)))
-                    continue
-                with under(model, system.method, system.options, *arguments):
-                    found[system.label] = engines_for(model)
+                    plugins[system.label] = engines_with_plugin(noted)
+                else:
+                    with under(model, system.method, system.options, *arguments):
+                        found[system.label] = engines_for(model)
     return found, plugins
 
 

@@ -329,9 +329,11 @@ def _scaled(configs: Mapping[str, Any]) -> Iterator[str]:
     The configuration doesn't say whether it was trained so, or saved under an untrained patch.
     """
     for model, config in configs.items():
+        if models.saved_under(config) is not None:
+            continue
         found = {one.rope_type: one for one in all_settings(text_of(config)).values()}
         for kind, one in found.items():
-            if kind != "default" and models.saved_under(config) is None:
+            if kind != "default":
                 of = f" with factor {one.factor:g}" if one.factor else ""
                 yield (
                     f"{model} is scaled by its configuration (rope_type {kind!r}{of}), and "

@@ -91,7 +91,8 @@ def list_files(path: Path) -> Listing:
     Raises:
         DataError: there is no file to read, or a subdirectory is a dataset of ``save_to_disk``.
     """
-    saved = [inner for inner in sorted(path.glob("*")) if is_saved(inner)]
+    inside = (inner for inner in sorted(path.glob("*")) if not inner.name.startswith("."))
+    saved = [inner for inner in inside if is_saved(inner)]
     if saved:
         raise DataError(
             f"{path} contains {len(saved):,} dataset{'' if len(saved) == 1 else 's'} of "

@@ -151,6 +151,7 @@ def test_links_to_folders_are_followed_once(tmp_path: Path) -> None:
 
 def test_a_folder_of_saved_datasets_names_them(tmp_path: Path) -> None:
     saved = tmp_path / "all" / "inner"
+    datasets.Dataset.from_dict({"text": ["one"]}).save_to_disk(saved.parent / ".cache")
     datasets.Dataset.from_dict({"text": ["one"]}).save_to_disk(saved)
     with pytest.raises(data.DataError, match=f"1 dataset of save_to_disk.* such as {saved}"):
         data.documents(str(saved.parent))

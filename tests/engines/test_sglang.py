@@ -59,6 +59,7 @@ def asked(family: str, method: str, options: dict[str, Any]) -> list[Case]:
     """What SGLang's model file asks for, for each rotary embedding, and the right rows."""
     model = rope_ext.patch(model_of(family), method, **{"factor": 4, **options})
     made = rope_ext.export(model, "sglang").settings["json_model_override_args"]
+    positions = [position for position in POSITIONS if position < made["max_position_embeddings"]]
     config, result = text_decoder(model).config, []
     names = ("qk_rope_head_dim", "head_dim")
     dim = next((d for d in (getattr(config, name, None) for name in names) if d), 16)
@@ -82,10 +83,10 @@ def asked(family: str, method: str, options: dict[str, Any]) -> list[Case]:
             "share": made.get(
                 "partial_rotary_factor", 1.0 if ENGINES["sglang"][family].own_share else None
             ),
-            "positions": POSITIONS,
+            "positions": positions,
         }
         inv_freq = site.module._buffers[site.buffer].double()
-        angles = torch.tensor(POSITIONS, dtype=torch.float64)[:, None] * inv_freq
+        angles = torch.tensor(positions, dtype=torch.float64)[:, None] * inv_freq
         number = getattr(site.module, site.scaling_attribute)
         result.append((case, torch.cat((angles.cos(), angles.sin()), -1) * number))
     return result

@@ -258,7 +258,7 @@ def _documents(
     for name, *_ in files:
         columns: set[str] = set()
         read = 0
-        problems: list[str] = []  # of lines
+        problems: list[str] = []  # of rows
         broken: list[str] = []  # of the file
         try:
             for entry in read_entries(Path(name), column):
@@ -266,14 +266,21 @@ def _documents(
                     _stop(strict, entry.problem)
                     problems.append(entry.problem)
                     continue
-                read += 1
                 columns |= entry.row.keys()
-                yield {"text": _text_of(entry, column, convert=convert), PROBLEM: None}
+                try:
+                    text = _text_of(entry, column, convert=convert)
+                except DataError as error:
+                    # The first rows were checked before: this one differs from them.
+                    _stop(strict, str(error))
+                    problems.append(str(error))
+                    continue
+                read += 1
+                yield {"text": text, PROBLEM: None}
         except UnreadableError as error:
             _stop(strict, str(error))
             broken.append(str(error))
         if problems:
-            broken.insert(0, _of_lines(problems, read))
+            broken.insert(0, _of_rows(problems, read))
         if broken:
             yield {"text": None, PROBLEM: "; ".join(broken)}
         if convert is None and columns and column not in columns:
@@ -288,10 +295,10 @@ def _stop(strict: bool, problem: str) -> None:
         raise DataError(f"{problem}; repair or remove it, or give --bad_files skip") from None
 
 
-def _of_lines(problems: Sequence[str], read: int) -> str:
-    """What is left out of a file: the first problem, and the number of lines."""
-    lines = "line" if len(problems) == 1 else "lines"
-    return f"{problems[0]}; {len(problems):,} {lines} left out, {read:,} read"
+def _of_rows(problems: Sequence[str], read: int) -> str:
+    """What is left out of a file: the first problem, and the number of rows."""
+    rows = "row" if len(problems) == 1 else "rows"
+    return f"{problems[0]}; {len(problems):,} {rows} left out, {read:,} read"
 
 
 def _text_of(entry: Entry, column: str, convert: Callable[[Entry], str] | None) -> str | None:

@@ -142,7 +142,7 @@ class Recipe:
     )
     bad_files: str = _option(
         SKIP,
-        "Local files, or lines of them, that cannot be read: skip, which names them and goes on "
+        "Local files, or rows of them, that cannot be read: skip, which names them and goes on "
         "without them, or stop, which ends the run.",
     )
     rows_per_step: int | None = _option(

@@ -251,6 +251,25 @@ def test_conversations_that_cannot_be_used_are_refused(chatting: Path, checkpoin
         tokenized(with_template(chatting, MARKED), {"messages": []})
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_row_that_is_not_as_the_first_ones_is_left_out_alone(
+    streaming: bool, tmp_path: Path
+) -> None:
+    """The first rows are checked before training; a late one must not end the run."""
+    file = tmp_path / "a.jsonl"
+    rows = [*20 * [SHAPES[0]], {"messages": [USER, {**ASSISTANT, "role": "asistant"}]}, SHAPES[0]]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    read = list(data.documents(str(file), chat=True, streaming=streaming))
+    assert len([row for row in read if row["text"] is not None]) == 21
+    [problem] = [row["problem"] for row in read if row["problem"]]
+    assert f"{file}, line 21" in problem and "asistant" in problem and "1 row left out" in problem
+    with pytest.raises(data.DataError, match=r"line 21.*--bad_files skip"):
+        list(data.documents(str(file), chat=True, streaming=streaming, strict=True))
+    file.write_text("\n".join(map(json.dumps, rows[20:])))  # all of them, perhaps
+    with pytest.raises(data.DataError, match="asistant"):
+        data.documents(str(file), chat=True, streaming=streaming)
+
+
 LOOP = (
     "{% for i in range(99999) %}" * 4 + "{% if i < 0 %}a{% endif %}" + "{% endfor %}" * 4
 )  # no text
@@ -497,7 +516,7 @@ def test_a_row_that_is_no_conversation_is_named(number: int, kind: str, tmp_path
         datasets.Dataset.from_list(rows).save_to_disk(file)
     place = f"{file}, {'line' if kind == 'jsonl' else 'row'} {number + 1}: "
     with pytest.raises(data.DataError, match=re.escape(place) + ".*no output or response"):
-        data.documents(str(file), chat=True)
+        data.documents(str(file), chat=True, strict=True)
 
 
 def test_conversations_that_are_read_as_text_name_the_format(tmp_path: Path) -> None:

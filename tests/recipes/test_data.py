@@ -87,7 +87,7 @@ def test_a_bad_line_is_left_out_alone(
     rows = list(data.documents(str(file), streaming=streaming))
     assert [row["text"] for row in rows if row["text"] is not None] == TEXTS
     [problem] = [row["problem"] for row in rows if row["problem"]]
-    assert f"{file}, line 12" in problem and "2 lines left out, 200 read" in problem
+    assert f"{file}, line 12" in problem and "2 rows left out, 200 read" in problem
     with pytest.raises(data.DataError, match=r"line 12 .*--bad_files skip"):
         list(data.documents(str(file), streaming=streaming, strict=True))
 

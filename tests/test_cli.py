@@ -268,6 +268,8 @@ def test_plot_reads_no_weights(checkpoint: Path, tmp_path: Path, loader_fails: N
     result = call("plot", *words, "--length", "1k", "--option", "dual_chunk.chunk=64")
     assert result.exit_code == 0, result.output
     assert "--factor 4 --option dual_chunk.chunk=64 --lengths 128,1024" in result.stderr
+    longer = call("plot", *words, "--trained-length", 256)  # over the one before
+    assert "--trained-length 256 --lengths 256,1024" in longer.stderr, longer.output
     height, width, _ = image.imread(tmp_path / "one.png").shape
     assert height > 500 and width > 1000
     assert call("plot", *words).exit_code == 0  # over the one before

@@ -22,6 +22,7 @@ from rope_ext.command.cli_arguments import (
     Option,
     PatchOptions,
     Target,
+    TrainedLength,
     command,
 )
 from rope_ext.command.terminal import show, stoppable, tell, tell_next, unused
@@ -321,6 +322,7 @@ def plot(
     factor: float = 4.0,
     length: str | None = None,
     compose: Compose = False,
+    trained_length: TrainedLength = None,
     option: Option = None,
 ) -> None:
     """Plot the effect of methods and of the unpatched model.
@@ -337,21 +339,30 @@ def plot(
     from rope_eval.plots import pictures
     from rope_ext.command.method_options import checked_methods
     from rope_ext.methods import build_method, extended_length
-    from rope_ext.saving.checkpoints import load_config, trained_length
+    from rope_ext.saving import checkpoints
 
     names = split(method)
     options = checked_methods(names, factor, parse_options(option, names))
     methods = [build_method(name, **values) for name, values in options.items()]
     tokens = parse_length(length) if length else None
-    pictures.draw(kind, model, shown=methods, path=output, length=tokens, compose=compose)
+    pictures.draw(
+        kind,
+        model,
+        shown=methods,
+        path=output,
+        length=tokens,
+        compose=compose,
+        trained_length=trained_length,
+    )
     tell(f"wrote {output}")
-    trained = trained_length(load_config(model))
+    trained = trained_length or checkpoints.trained_length(checkpoints.load_config(model))
     target = tokens or extended_length(factor, trained)
     patch_options = {
         "method": ",".join(names),
         "factor": factor,
         "option": option,
         "compose": compose,
+        "trained_length": trained_length,
     }
     if all(one.kind in ("frequency", "position") for one in methods):  # not an encoding
         more = {"lengths": f"{trained},{target}", "output": unused("compared")}

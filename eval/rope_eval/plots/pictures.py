@@ -267,12 +267,14 @@ def draw(
     path: Path,
     length: int | None = None,
     compose: bool | str = False,
+    trained_length: int | None = None,
 ) -> None:
     """Plot several methods as a PNG; no weights are read.
 
     ``kind`` is one of ``KINDS``. For a model with sliding-window layers, the plot shows the other
     layers. ``length`` is in tokens, by default the longest target length of the methods;
-    ``compose`` applies frequency methods on top of existing RoPE scaling.
+    ``compose`` applies frequency methods on top of existing RoPE scaling. ``trained_length``, in
+    tokens, overrides that of the configuration.
 
     Raises:
         RopeExtError: the kind is unknown or cannot show a method, the path or length is not valid,
@@ -284,7 +286,7 @@ def draw(
     style.require_matplotlib()
     built = model_of(model)
     decoder = text_decoder(built)
-    site = first_site(built)
+    site = first_site(built, length=trained_length)
     rope = site.rope
     for method in shown:
         if isinstance(method, FrequencyMethod):

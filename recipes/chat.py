@@ -20,6 +20,7 @@ import json
 import re
 import reprlib
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -232,7 +233,8 @@ class TokenizeChat:
 
     An answer is what the chat template adds for an assistant's message after its generation prompt,
     with the end of the turn. A template with ``{% generation %}`` says it itself. A template that
-    drops earlier reasoning (Qwen3) is replaced by TRL's template for training.
+    drops earlier reasoning (Qwen3), or ends no turn (GLM-4.5), is replaced by TRL's template for
+    training.
 
     A template is a program from elsewhere, so a process with limits renders it, one per batch.
     """
@@ -253,6 +255,34 @@ class TokenizeChat:
         digests = [digest_of(text or "") for text in batch["text"]]
         counts = [len(tokens) for tokens in ids]
         return {"input_ids": ids, "scored": scored, "tokens": counts, "digest": digests}
+
+
+def stops(tokenizer: Any, ids: Sequence[int], scored: Sequence[bool]) -> bool:
+    """Whether the last answer ends with a special token, from which a model learns to stop.
+
+    White space may follow it, as after ChatML's.
+    """
+    answers = [token for token, one in zip(ids, scored, strict=True) if one]
+    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    for token in reversed(answers):
+        if token in special:
+            return True
+        if tokenizer.decode([token]).strip():
+            return False
+    return False
+
+
+def note_of(tokenizer: Any, text: str) -> str | None:
+    """Return what to know before training on conversations like this JSON, or None."""
+    found = TokenizeChat(tokenizer)({"text": [text]})
+    ids, scored = found["input_ids"][0], found["scored"][0]
+    if not ids or stops(tokenizer, ids, scored):
+        return None
+    return (
+        "the chat template ends answers with no special token, so the model does not learn where "
+        "to stop; save the tokenizer with a template that does, or give texts of prompt and "
+        "completion"
+    )
 
 
 @dataclass(frozen=True)
@@ -357,7 +387,12 @@ class _Conversations:
             if span is None:
                 return self._by_training_template(messages, first, options)
             spans.append(span)
-        return self._in_spans(whole, spans)
+        _require_written(messages, whole)
+        found = self._in_spans(whole, spans)
+        if spans and not stops(self.tokenizer, *found):
+            with suppress(DataError):  # without such a template
+                return self._by_training_template(messages, first, options)
+        return found
 
     def _answer(self, whole: str, messages: Any, options: Mapping[str, Any]) -> Any:
         """Where the last of these messages is in the whole text; None if earlier text differs."""
@@ -401,6 +436,7 @@ class _Conversations:
 
     def _marked(self, messages: Any, options: Mapping[str, Any]) -> tuple[list[int], list[bool]]:
         text, spans = self._called(messages, "render_marked", messages, **options)
+        _require_written(messages, text)
         return self._in_spans(text, spans)
 
     def _rendered(self, messages: Any, options: Mapping[str, Any], **more: Any) -> str:
@@ -444,6 +480,23 @@ class _Conversations:
             for start, end in encoded["offset_mapping"]
         ]
         return list(encoded["input_ids"]), scored
+
+
+def _require_written(messages: Sequence[Mapping[str, Any]], text: str) -> None:
+    """Raise DataError if the chat template leaves out what a user or the assistant says.
+
+    Templates trim and take apart what they write, but keep the last word of it.
+    """
+    for message in messages:
+        content = message.get("content")
+        if message["role"] not in ("user", "assistant") or not isinstance(content, str):
+            continue
+        words = content.split()
+        if words and words[-1] not in text:
+            raise DataError(
+                f"the chat template leaves out the text of {str(message)[:60]}; give it as those "
+                f"of models for images take it, content: [{{type: text, text: ...}}]"
+            )
 
 
 def _marks_answers(template: Any) -> bool:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from datasets import Dataset, Features, IterableDataset, List, Value
 
-from recipes.chat import TokenizeChat, Whole, conversation_of, is_conversation
+from recipes.chat import TokenizeChat, Whole, conversation_of, is_conversation, note_of
 from recipes.contents import Contents, beginning_of, contents, digest_of
 from recipes.files import (
     Entry,
@@ -355,6 +355,13 @@ class DocumentStart:
 def tokenization(tokenizer: Any, chat: bool) -> Any:
     """Create what tokenizes documents, or conversations."""
     return TokenizeChat(tokenizer) if chat else Tokenize(tokenizer)
+
+
+def chat_note(conversations: Dataset | IterableDataset, tokenizer: Any) -> str | None:
+    """Return what to know before training on these conversations, by the first one, or None."""
+    rows: Any = conversations.take(_ENOUGH)
+    first = next((row["text"] for row in rows if row["text"]), None)
+    return None if first is None else note_of(tokenizer, first)
 
 
 def packer(

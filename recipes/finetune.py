@@ -832,11 +832,13 @@ class Data:
         rows: training rows.
         held_out: evaluation rows, or None.
         contents: what each dataset contains.
+        notes: what to know before training on it.
     """
 
     rows: Any
     held_out: Any
     contents: tuple[Contents, ...]
+    notes: tuple[str, ...] = ()
 
 
 def read(recipe: Recipe, args: TrainingArguments, plan: Plan) -> Data:
@@ -900,6 +902,13 @@ def read(recipe: Recipe, args: TrainingArguments, plan: Plan) -> Data:
         if recipe.eval_dataset is None:
             # What is evaluated on must not be trained on.
             texts = [texts[0].skip(taken)]
+    notes = tuple(
+        dict.fromkeys(
+            f"{part.dataset}: {note}"
+            for part, conversations in zip(given, texts, strict=True)
+            if part.format == CHAT and (note := data.chat_note(conversations, tokenizer))
+        )
+    )
     minima = [part.minimum_document for part in given]
     if not recipe.datasets:
         rows, found = data.rows(
@@ -911,13 +920,13 @@ def read(recipe: Recipe, args: TrainingArguments, plan: Plan) -> Data:
             files=listings[0],
             tokenize=tokenize[0],
         )
-        return Data(rows, held, (found,))
+        return Data(rows, held, (found,), notes)
     sources = [
         data.source(text, tokenizer, pack, minimum=minimum, seed=args.seed, tokenize=each)
         for text, pack, minimum, each in zip(texts, packs, minima, tokenize, strict=True)
     ]
     mixture = Stream(sources, [part.weight for part in given], args.seed)
-    return Data(mixture, held, tuple(map(data.first_contents, texts, listings)))
+    return Data(mixture, held, tuple(map(data.first_contents, texts, listings)), notes)
 
 
 def tell_contents(recipe: Recipe, args: TrainingArguments, found: Data) -> None:
@@ -935,6 +944,8 @@ def tell_contents(recipe: Recipe, args: TrainingArguments, found: Data) -> None:
         name = part.dataset + share
         for line in contents.lines(name, files, row=length_of(recipe), needed=needed):
             tell(line)
+    for note in found.notes:
+        tell(f"note: {note}", "yellow")
 
 
 def resume_stream(rows: Stream, args: TrainingArguments) -> None:

@@ -106,6 +106,44 @@ def test_templates_that_change_earlier_messages(name: str, chatting: Path) -> No
     assert "user" not in tokenizer.decode(kept) and "six" not in tokenizer.decode(between)
 
 
+def test_an_answer_ends_with_what_the_model_stops_at(chatting: Path, tmp_path: Path) -> None:
+    """GLM-4.5 ends a turn by the next one's beginning, which its own template does not write."""
+    known = pytest.importorskip("trl.chat_template_utils")
+    tokenizer = AutoTokenizer.from_pretrained(chatting)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|user|>"]})
+    tokenizer.save_pretrained(chatting)
+    with_template(chatting, known.glm4moe_chat_template)
+    file = tmp_path / "chats.jsonl"
+    row = {"messages": [USER, ASSISTANT, USER, {"role": "assistant", "content": "six"}]}
+    file.write_text(json.dumps(row))
+    tokenizer, ids, scored = tokenized(chatting, row)
+    answers = [token for token, one in zip(ids, scored, strict=True) if one]
+    assert tokenizer.decode(answers).count("<|user|>") == 2
+    assert tokenizer.decode(answers).endswith("six<|user|>")
+    rows = data.documents(str(file), chat=True)
+    assert data.chat_note(rows, tokenizer) is None
+    tokenizer.chat_template = PLAIN.replace("{{ eos_token }}", "")  # nobody has another one for it
+    said = data.chat_note(rows, tokenizer)
+    assert said is not None and "does not learn where to stop" in said
+    for template in (PLAIN, MARKED):
+        tokenizer.chat_template = template
+        assert data.chat_note(rows, tokenizer) is None
+
+
+def test_a_template_that_leaves_out_a_text_is_refused(chatting: Path) -> None:
+    """SmolVLM's writes the parts of a list, and nothing of a text."""
+    known = pytest.importorskip("trl.chat_template_utils")
+    with_template(chatting, known.smolvlm_chat_template)
+    with pytest.raises(data.DataError, match="leaves out the text"):
+        tokenized(chatting, {"messages": [USER, ASSISTANT]})
+    in_parts = [
+        {**m, "content": [{"type": "text", "text": m["content"]}]} for m in SHAPES[0]["messages"]
+    ]
+    tokenizer, ids, scored = tokenized(chatting, {"messages": in_parts})
+    answers = [token for token, one in zip(ids, scored, strict=True) if one]
+    assert ANSWERED in tokenizer.decode(answers) and ASKED in tokenizer.decode(ids)
+
+
 def test_tools_reach_the_template_without_what_arrow_adds(chatting: Path) -> None:
     with_template(chatting, "{{ tools[0] | tojson }}" + PLAIN)
     tools = [{"name": "add", "parameters": {"a": {"type": "number", "default": None}}}]

@@ -55,6 +55,8 @@ FAR = "2x"
 NOT_DECODED = "\N{DAGGER}"
 """Marks prompts that were scored after a lead-in, in one forward."""
 PLURALS = {"passkey": "passkeys", "needle": "fruits", "multikey": "multi-key"}
+COMMON = ("passkey", "needle")
+"""Tasks of every method; the others are asked of the front page's only."""
 DRAWN = ("unpatched", "self_extend")
 """Lines of the plots; YaRN's would cover the second."""
 LABELS = {"unpatched": "unpatched", "self_extend": "Self-Extend"}
@@ -218,12 +220,12 @@ def table(evidence: Evidence) -> str:
     ends = [f"{int(SPANS[span][1] * evidence.trained):,}" for span in spans]
     positions = [["perplexity up to", *ends]]
     changes = [["method", "within the length", "last column against yarn", "seconds"]]
-    prompts = [["method", *(f"{PLURALS[task]} {times}x" for task in TASKS for times in (1.5, 2))]]
+    asked = [(task, times) for task in COMMON for times in (1.5, 2)]
+    prompts = [["method", *(f"{PLURALS[task]} {times}x" for task, times in asked)]]
     for name in methods:
         positions.append([_named(name), *(evidence.perplexity(name, span) for span in spans)])
         if FAR in spans:
             changes.append([_named(name), *_changes(evidence, name)])
-            asked = [(task, length) for task in TASKS for length in (1.5, 2)]
             shares = [
                 _answered(evidence, method=name, task=task, length=length) for task, length in asked
             ]

@@ -22,6 +22,7 @@ import reprlib
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -246,7 +247,7 @@ class TokenizeChat:
         ids = []
         scored = []
         with Templates(_Programs(self.tokenizer)) as templates:
-            conversations = _Conversations(self.tokenizer, templates)
+            conversations = _Conversations(self.tokenizer, templates, _Ends(self.tokenizer))
             for text in batch["text"]:
                 tokens, answers = conversations.tokenize(json.loads(text)) if text else ([], [])
                 used = any(answers)  # a conversation without an answer teaches nothing
@@ -257,26 +258,32 @@ class TokenizeChat:
         return {"input_ids": ids, "scored": scored, "tokens": counts, "digest": digests}
 
 
-def stops(tokenizer: Any, ids: Sequence[int], scored: Sequence[bool]) -> bool:
-    """Whether the last answer ends with a special token, from which a model learns to stop.
+@dataclass(frozen=True)
+class _Ends:
+    """The special tokens of a tokenizer, from which a model learns to stop."""
 
-    White space may follow it, as after ChatML's.
-    """
-    answers = [token for token, one in zip(ids, scored, strict=True) if one]
-    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
-    for token in reversed(answers):
-        if token in special:
-            return True
-        if tokenizer.decode([token]).strip():
-            return False
-    return False
+    tokenizer: Any
+
+    @cached_property
+    def special(self) -> frozenset[int]:  # Gemma has six thousand
+        return frozenset((*self.tokenizer.all_special_ids, *self.tokenizer.added_tokens_decoder))
+
+    def an_answer(self, ids: Sequence[int], scored: Sequence[bool]) -> bool:
+        """Whether the last answer ends with one; white space may follow it, as after ChatML's."""
+        answers = (token for token, one in zip(ids[::-1], scored[::-1], strict=True) if one)
+        for token in answers:
+            if token in self.special:
+                return True
+            if self.tokenizer.decode([token]).strip():
+                return False
+        return False
 
 
 def note_of(tokenizer: Any, text: str) -> str | None:
     """Return what to know before training on conversations like this JSON, or None."""
     found = TokenizeChat(tokenizer)({"text": [text]})
     ids, scored = found["input_ids"][0], found["scored"][0]
-    if not ids or stops(tokenizer, ids, scored):
+    if not ids or _Ends(tokenizer).an_answer(ids, scored):
         return None
     return (
         "the chat template ends answers with no special token, so the model does not learn where "
@@ -357,6 +364,7 @@ class _Conversations:
 
     tokenizer: Any
     templates: Templates
+    ends: _Ends
 
     def tokenize(self, row: Mapping[str, Any]) -> tuple[list[int], list[bool]]:
         if "completion" in row:
@@ -389,7 +397,7 @@ class _Conversations:
             spans.append(span)
         _require_written(messages, whole)
         found = self._in_spans(whole, spans)
-        if spans and not stops(self.tokenizer, *found):
+        if spans and not self.ends.an_answer(*found):
             with suppress(DataError):  # without such a template
                 return self._by_training_template(messages, first, options)
         return found

@@ -23,7 +23,6 @@ from datasets import Dataset, Features, IterableDataset, Value
 
 from recipes.stream import PROBLEM, DataError
 from rope_ext.errors import RopeExtError, first_line
-from rope_ext.methods.checked import not_none
 
 _COMPRESSED = ".gz"
 _PARQUET_ROWS = 64  # rows read at once
@@ -262,11 +261,7 @@ def _documents(
         broken: list[str] = []  # of the file
         try:
             for entry in read_entries(Path(name), column):
-                if entry.row is None:
-                    _stop(strict, entry.problem)
-                    problems.append(entry.problem)
-                    continue
-                columns |= entry.row.keys()
+                columns |= (entry.row or {}).keys()
                 try:
                     text = _text_of(entry, column, convert=convert)
                 except DataError as error:
@@ -302,9 +297,11 @@ def _of_rows(problems: Sequence[str], read: int) -> str:
 
 
 def _text_of(entry: Entry, column: str, convert: Callable[[Entry], str] | None) -> str | None:
+    if entry.row is None:
+        raise DataError(entry.problem)
     if convert is not None:
         return convert(entry)
-    text = not_none(entry.row).get(column)
+    text = entry.row.get(column)
     if text is None:
         return None
     if not isinstance(text, str):

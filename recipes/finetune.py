@@ -16,7 +16,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -902,13 +902,7 @@ def read(recipe: Recipe, args: TrainingArguments, plan: Plan) -> Data:
         if recipe.eval_dataset is None:
             # What is evaluated on must not be trained on.
             texts = [texts[0].skip(taken)]
-    notes = tuple(
-        dict.fromkeys(
-            f"{part.dataset}: {note}"
-            for part, conversations in zip(given, texts, strict=True)
-            if part.format == CHAT and (note := data.chat_note(conversations, tokenizer))
-        )
-    )
+    notes = tuple(_chat_notes(given, texts, tokenizer))
     minima = [part.minimum_document for part in given]
     if not recipe.datasets:
         rows, found = data.rows(
@@ -927,6 +921,14 @@ def read(recipe: Recipe, args: TrainingArguments, plan: Plan) -> Data:
     ]
     mixture = Stream(sources, [part.weight for part in given], args.seed)
     return Data(mixture, held, tuple(map(data.first_contents, texts, listings)), notes)
+
+
+def _chat_notes(given: Sequence[Any], texts: Sequence[Any], tokenizer: Any) -> Iterator[str]:
+    """Yield what to know before training on the parts that are conversations."""
+    for part, conversations in zip(given, texts, strict=True):
+        note = data.chat_note(conversations, tokenizer) if part.format == CHAT else None
+        if note is not None:
+            yield f"{part.dataset}: {note}"
 
 
 def tell_contents(recipe: Recipe, args: TrainingArguments, found: Data) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-_SHOWN = 5  # files that cannot be read, by name
+SHOWN = 5  # files or rows that cannot be read, by name
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Contents:
         long_tokens: their tokens.
         empty: number of documents without text, or conversations without an answer.
         rows: number of training rows.
-        problems: reasons why files could not be read.
+        problems: reasons why files or rows are left out.
         digest: hash of the documents, or of the beginning of data read during training.
     """
 
@@ -80,10 +80,12 @@ class Contents:
             )
         if self.empty:
             yield f"{self.empty:,} documents are empty or have no answer, and are dropped"
-        for problem in self.problems[:_SHOWN]:
+        for problem in self.problems[:SHOWN]:
             yield f"left out: {problem}"
-        if len(self.problems) > _SHOWN:
-            yield f"left out: all or parts of {len(self.problems) - _SHOWN:,} more files"
+        more = len(self.problems) - SHOWN
+        if more > 0:
+            kind = "all or parts of {:,} more files" if files else "{:,} more rows"
+            yield f"left out: {kind.format(more)}"
 
 
 def contents(
@@ -100,7 +102,7 @@ def contents(
     Args:
         counts: tokens of each document; 0 for an empty one.
         digests: hash of the text of each document.
-        problems: reasons why files could not be read.
+        problems: reasons why files or rows are left out.
         minimum: length of the shortest document that is used, tokens.
         longest: length of the longest document that is used, tokens; None: any.
         rows: number of rows made of them.
@@ -120,7 +122,7 @@ def contents(
         minimum=minimum,
         long=int(above.sum()),
         long_tokens=int(sizes[above].sum()),
-        empty=len(sizes) - len(filled) - len(problems),  # a file with a problem is an empty one
+        empty=len(sizes) - len(filled) - len(problems),  # what is left out is an empty one
         rows=rows,
         problems=tuple(problems),
     )

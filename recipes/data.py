@@ -25,6 +25,7 @@ from recipes.files import (
     list_files,
     load_files,
     load_saved,
+    stop,
 )
 from recipes.positions import Drawn, MixedWindows
 from recipes.retrieval import Weighted
@@ -56,7 +57,7 @@ def documents(
 ) -> Dataset | IterableDataset:
     """Load documents, one per row, in the column ``text``.
 
-    Local files also give the column ``problem``, with the reason why one could not be read.
+    The column ``problem``, where there is one, has the reason why a file or row is left out.
 
     Args:
         name: ``python-library``, a file (txt and md: one document; jsonl, json and parquet: one
@@ -66,7 +67,7 @@ def documents(
         split: split of a Hub dataset; ``train`` or ``held_out`` for ``python-library``.
         column: column with the text.
         streaming: read during training instead of storing everything on disk first.
-        strict: raise an error for a file that cannot be read, instead of going on without it.
+        strict: raise an error for a file or row that cannot be read, instead of leaving it out.
         chat: rows are conversations (recipes/chat.py), which become JSON; ``column`` is not used.
         option: setting with the name, ``dataset`` or ``eval_dataset``, for errors.
 
@@ -102,12 +103,13 @@ def documents(
     _require(name, first, column, chat, option)
     if chat:
         for number, row in enumerate(first):
-            _as_conversation(row, number, name)
+            _conversation(_row(row, number, name))
         return data.map(
             _as_conversation,
             with_indices=True,
-            fn_kwargs={"name": name},
+            fn_kwargs={"name": name, "strict": strict},
             remove_columns=list(first[0]),
+            features=Features({"text": Value("string"), PROBLEM: Value("string")}),
         )
     data = data.select_columns(column)
     return data if column == "text" else data.rename_column(column, "text")
@@ -141,8 +143,19 @@ def _dataset(name: str, config: str | None, split: str, streaming: bool, option:
     return data.to_iterable_dataset() if streaming else data
 
 
-def _as_conversation(row: Mapping[str, Any], number: int, name: str) -> dict[str, str]:
-    return {"text": _conversation(Entry(f"{name}, row {number + 1}", row, from_arrow=True))}
+def _row(row: Mapping[str, Any], number: int, name: str) -> Entry:
+    return Entry(f"{name}, row {number + 1}", row, from_arrow=True)
+
+
+def _as_conversation(
+    row: Mapping[str, Any], number: int, name: str, strict: bool
+) -> dict[str, str | None]:
+    try:
+        return {"text": _conversation(_row(row, number, name)), PROBLEM: None}
+    except DataError as error:
+        # The first rows were checked before: this one differs from them.
+        stop(strict, str(error))
+        return {"text": None, PROBLEM: str(error)}
 
 
 def _conversation(entry: Entry) -> str:

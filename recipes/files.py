@@ -266,13 +266,13 @@ def _documents(
                     text = _text_of(entry, column, convert=convert)
                 except DataError as error:
                     # The first rows were checked before: this one differs from them.
-                    _stop(strict, str(error))
+                    stop(strict, str(error))
                     problems.append(str(error))
                     continue
                 read += 1
                 yield {"text": text, PROBLEM: None}
         except UnreadableError as error:
-            _stop(strict, str(error))
+            stop(strict, str(error))
             broken.append(str(error))
         if problems:
             broken.insert(0, _of_rows(problems, read))
@@ -285,7 +285,8 @@ def _documents(
             )
 
 
-def _stop(strict: bool, problem: str) -> None:
+def stop(strict: bool, problem: str) -> None:
+    """Raise DataError for what could be left out, if ``strict``."""
     if strict:
         raise DataError(f"{problem}; repair or remove it, or give --bad_files skip") from None
 

@@ -142,8 +142,8 @@ class Recipe:
     )
     bad_files: str = _option(
         SKIP,
-        "Local files, or rows of them, that cannot be read: skip, which names them and goes on "
-        "without them, or stop, which ends the run.",
+        "Local files, rows of them, or conversations of any dataset that cannot be read: skip, "
+        "which names them and goes on without them, or stop, which ends the run.",
     )
     rows_per_step: int | None = _option(
         None,

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from datasets import IterableDataset
 
+from recipes.contents import SHOWN
 from rope_ext.config.writing import quieted
 from rope_ext.errors import RopeExtError
 
@@ -154,10 +155,13 @@ class Source:
         return kept, True
 
     def _tokenized(self, found: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, np.ndarray]]:
-        """Tokenize documents, and warn of files among them that could not be read."""
-        for row in found:
-            if row.get(PROBLEM):
-                warnings.warn(f"left out: {row[PROBLEM]}", stacklevel=2)
+        """Tokenize documents, and warn of files and rows among them that could not be read."""
+        problems = [row[PROBLEM] for row in found if row.get(PROBLEM)]
+        for problem in problems[:SHOWN]:
+            warnings.warn(f"left out: {problem}", stacklevel=2)
+        if len(problems) > SHOWN:
+            more = len(problems) - SHOWN
+            warnings.warn(f"left out: {more:,} more, of {len(found):,} read", stacklevel=2)
         tokenized = self.tokenize({"text": [row["text"] for row in found]})
         columns = [name for name in ("input_ids", "scored") if name in tokenized]
         for parts in zip(*(tokenized[name] for name in columns), strict=True):

@@ -8,6 +8,7 @@ import random
 import re
 import shutil
 import sys
+import warnings
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
@@ -306,6 +307,37 @@ def test_a_row_that_is_not_as_the_first_ones_is_left_out_alone(
     file.write_text("\n".join(map(json.dumps, rows[20:])))  # all of them, perhaps
     with pytest.raises(data.DataError, match="asistant"):
         data.documents(str(file), chat=True, streaming=streaming)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_late_rows_of_a_saved_dataset_that_are_no_conversations_are_left_out(
+    streaming: bool, chatting: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "saved"
+    bad = {"messages": [USER, {**ASSISTANT, "role": "asistant"}]}
+    rows = [{"messages": [USER, ASSISTANT]}] * 1100 + [bad] * 70
+    datasets.Dataset.from_list(rows).save_to_disk(folder)
+
+    def read(strict: bool) -> Any:
+        return data.documents(str(folder), chat=True, streaming=streaming, strict=strict)
+
+    tokenizer = AutoTokenizer.from_pretrained(chatting)
+    pack = data.packer("packed", tokenizer, 64, masking=False, most=64, chat=True)
+    tokenize = data.tokenization(tokenizer, chat=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        made, contents = data.rows(read(strict=False), tokenizer, pack, tokenize=tokenize)
+        if streaming:
+            for _ in zip(range(1200), made, strict=False):
+                pass
+    said = [str(one.message) for one in caught]
+    if not streaming:
+        assert contents.documents == 1100 and contents.empty == 0
+        said = list(contents.lines("saved", "", 64, needed=None))
+    assert any(f"{folder}, row 1101: " in line and "asistant" in line for line in said)
+    assert any(re.match(r"left out: \d+ more", line) for line in said)
+    with pytest.raises(data.DataError, match=r"row 1101: .*--bad_files skip"):
+        list(read(strict=True))
 
 
 LOOP = (

@@ -53,7 +53,8 @@ class Case:
 
     ``seed`` determines everything random, ``length`` is the requested context with the answer, and
     ``depth`` the position of the answer, from 0 (start) to 1 (end), sampled from its ``bin``. Cases
-    of one document share a ``group``, by which intervals resample.
+    of one document, or of one question, share a ``group``, over which intervals are; 0 is a
+    question of its own.
 
     * ``argmax``: greedy decoding must choose the last ``count`` tokens of ``ids``, found out by one
       teacher-forced forward.

@@ -150,7 +150,13 @@ def calibrate(
                 cpu=resolve_device(how.device) == "cpu",
             )
         else:
-            words = command_words("recommend", model, length=tokens, calibration=output)
+            words = command_words(
+                "recommend",
+                model,
+                length=tokens,
+                trained_length=given.get("original_max_position_embeddings"),
+                calibration=output,
+            )
         tell_next(words)
 
 
@@ -225,6 +231,7 @@ def verify(
     import rope_ext
     from rope_eval.engines import verifying
     from rope_ext.saving.checkpoints import load_config
+    from rope_ext.saving.drafts import may_replace
 
     longest = None if length is None else parse_length(length)
     if longest is not None and longest < 2:
@@ -240,6 +247,11 @@ def verify(
         _write_miniature(patch_options, miniature, write, server=engine, length=length)
         return
     if json is not None:
+        begun = json.exists() and not json.stat().st_size  # by a run that was killed
+        if not (begun or may_replace(json, '"program": "rope_ext"')):
+            raise MeasureError(
+                f"{json} exists, and rope-ext verify did not write it; give --json another file"
+            )
         json.open("a").close()  # fails before the run
     with tempfile.TemporaryDirectory() as folder:
         if url is None:

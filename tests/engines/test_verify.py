@@ -342,6 +342,10 @@ def test_only_a_prompt_beyond_the_trained_length_is_enough(folder: str, tmp_path
         assert ("give --length 72" in result.stderr) is not passed
     result = run(*words[:3], "--write", tmp_path / "small", "--length", 72)
     assert "--url http://localhost:8080 --length 72" in result.stderr
+    report.write_text('{"mine": 1}')
+    result = run(*words, 72)
+    assert result.exit_code == 2 and "give --json another file" in result.stderr
+    assert report.read_text() == '{"mine": 1}'
     for trained, longest in ((64, 255), (8192, 9216), (32768, 2048)):
         config = LlamaConfig(**CONFIG | {"max_position_embeddings": trained})
         assert len(Miniature.from_config(config, "yarn", factor=4).prompts()[-1]) == longest

@@ -336,6 +336,26 @@ def test_the_command_calibrates_prints_and_goes_on(checkpoint, tmp_path) -> None
     assert {path.name: path.read_bytes() for path in output.iterdir() if path.is_file()} == before
 
 
+def test_another_trained_length_stays_in_what_follows(checkpoint, tmp_path) -> None:
+    """A ratio of no whole hundredths: the search begins with the calibration for its length."""
+    text, output = tmp_path / "text.txt", tmp_path / "found"
+    text.write_text("\n".join(written(120, i) for i in range(8)))
+    same = ["--model", str(checkpoint), "--length", "130", "--trained-length", "64"]
+    same += ["--text", str(text)]
+    words = ["calibrate", *same, "--methods", "yarn", "--samples", "4", "--prompts", "0"]
+    words += ["--options", "attention_factor", "--output", str(output)]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    assert "original_max_position_embeddings=64" in rope_ext.Calibration.load(output).call
+    [line] = [x for x in result.stderr.splitlines() if x.startswith("next: rope-ext recommend")]
+    advice = CliRunner().invoke(app, line.split()[2:])
+    assert advice.exit_code == 0 and rope_ext.Calibration.load(output).call in advice.stdout
+    words = ["search", *same, "--start", str(output), "--output", str(tmp_path / "found.json")]
+    words += ["--population", "5", "--samples", "1", "--iterations", "1", "--prompts", "0"]
+    result = CliRunner().invoke(app, [*words, "--validation-samples", "0"])
+    assert result.exit_code == 0, result.output
+
+
 def test_advice_puts_first_what_was_calibrated_and_else_says_how(
     model, tokenizer, checkpoint, tmp_path, monkeypatch
 ) -> None:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from rope_eval.cases import Outcome
 from rope_eval.reports.intervals import (
     mcnemar,
     mean_interval,
@@ -22,6 +23,8 @@ from rope_eval.reports.results import Results
 from rope_eval.reports.summary import (
     TOO_FEW,
     Estimate,
+    difference,
+    estimate,
     estimate_perplexity,
     is_clear,
     rate_difference,
@@ -55,6 +58,29 @@ def test_means_are_covered_as_often_as_intervals_say(
     truth = math.exp(skew**2 / 2)
     # The bar is .93; of 20,000 samples the standard error is .0018.
     assert np.mean((low <= truth) & (truth <= high)) > 0.93
+
+
+def answered(values: np.ndarray) -> list[Outcome]:
+    """Outcomes of questions, asked in several prompts each; values ``[prompts, questions]``."""
+    return [
+        Outcome("k", "s", "t", 9, None, None, 0, f"{row} {at}", (), 1 + at, float(value), 1)
+        for row, answers in enumerate(values)
+        for at, value in enumerate(answers)
+    ]
+
+
+@pytest.mark.parametrize("prompts", [1, 4])
+def test_a_question_in_several_prompts_or_lengths_counts_once(prompts: int) -> None:
+    """Equal systems whose answers to a question are alike in all of its prompts."""
+    rng = np.random.default_rng(0)
+    outside, clear, samples = 0, 0, 400
+    for _ in range(samples):
+        one, other = (rng.random((2, 1, 60)) < 0.5).repeat(prompts, 1)
+        found = estimate(answered(one), "rate")
+        outside += not found.low <= 0.5 <= found.high
+        clear += is_clear(difference(answered(one), answered(other), "rate"))
+    assert outside / samples < 0.05 and clear / samples < 0.05
+    assert found.count == 60 and found.value == one.mean()
 
 
 def test_no_perplexity_is_below_1() -> None:
@@ -185,6 +211,38 @@ def test_a_cost_in_perplexity_says_nothing_of_passkeys() -> None:
     found = Recommendation({"unpatched": plain, "dear": dear}, 512)
     assert found.beyond.best.costs_little is False and not found.beyond.best.loses_passkeys
     assert "more than 5% of perplexity" in found.bullets[1]
+
+
+def test_the_cost_is_that_at_the_longest_trained_length_as_in_the_table() -> None:
+    """Passkeys that are lost at a shorter length are no cost at this one, and do not hide it."""
+    losses = {length: EASY for length in (256, 512)} | {1024: [loss + 1 for loss in EASY]}
+    better = losses | {1024: EASY}
+
+    def keys(*found: int) -> dict[int, list[float]]:
+        lengths = (256, 512, 1024)
+        return {n: [1.0] * k + [0.0] * (50 - k) for n, k in zip(lengths, found, strict=True)}
+
+    plain = Scores(losses, keys(50, 50, 0))
+    for found, clear in (((20, 50, 50), False), ((50, 40, 50), True)):
+        measured = {"unpatched": plain, "yarn": Scores(better, keys(*found))}
+        assert Recommendation(measured, 512).beyond.best.loses_passkeys is clear
+    few = {"unpatched": Scores(losses, keys(50, 9, 0)), "yarn": Scores(better, keys(50, 9, 50))}
+    assert "at 512 tokens the unpatched model finds 18%" in str(Recommendation(few, 512))
+
+
+def test_an_embedder_without_a_clear_loss_is_not_said_to_lose_none() -> None:
+    def asked(inside: int, beyond: int) -> Scores:
+        return Scores(
+            {}, {n: [1.0] * k + [0.0] * (50 - k) for n, k in ((512, inside), (1024, beyond))}
+        )
+
+    measured = {"unpatched": asked(40, 5), "dear": asked(10, 50), "cheap": asked(36, 40)}
+    cost = Recommendation(measured, 512, things="questions").bullets[1]
+    assert "Best that shows no clear loss: cheap" in cost and "loses none" not in cost
+    del measured["cheap"]
+    measured["dearer"] = asked(9, 50)
+    cost = Recommendation(measured, 512, things="questions").bullets[1]
+    assert cost.endswith("Every method clearly loses some.")
 
 
 @pytest.mark.parametrize("cost", [0.12, 0.2])

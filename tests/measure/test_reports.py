@@ -242,8 +242,43 @@ def test_a_length_beyond_the_factor_is_measured_again_with_a_factor_that_reaches
     assert words[words.index("--factor") + 1] == f"{longest / trained:g}"
 
 
-def test_finetune_goes_on_with_training(helped: Report) -> None:
-    tuned = dataclasses.replace(helped.plan.settings, finetune=True)
+def test_a_method_with_options_is_not_calibrated_from_its_defaults(helped: Report) -> None:
+    """Calibrate begins with published options, and longrope has none."""
+    given = {
+        "options": {"rerope": {"window": 64}, "yarn": {"beta_fast": 16}},
+        "trained_length": 128,
+    }
+    settings = dataclasses.replace(helped.plan.settings, **given)
+    found = Report(dataclasses.replace(helped.plan, settings=settings), helped.outcomes)
+    [words] = found.next_commands
+    assert words[1] == "export" and words[words.index("--option") + 1] == "rerope.window=64"
+    command = typer.main.get_command(app).get_command(None, "export")
+    assert command.make_context("export", words[2:]).params["factor"] == settings.factor
+    assert words[words.index("--trained-length") + 1] == "128"
+
+
+def test_the_next_comparison_is_of_the_same_prompts_and_of_what_reaches(
+    report: Report, settings: Settings
+) -> None:
+    given = {"chat": "no", "attn": "eager", "batch_size": 1, "compose": True, "lengths": (400,)}
+    given |= {"resume": True, "force": True}
+    methods = ("unpatched", "yarn", "string")
+    changed = dataclasses.replace(settings, **given, methods=methods, options={}, factor=1.9)
+    systems = prepare(changed, report.plan.tasks).systems
+    plan = dataclasses.replace(report.plan, settings=changed, systems=systems)
+    found = Report(plan, [])
+    words = found._after(settings.models[0])
+    made = command_for("compare", words).make_context("compare", words[2:]).params
+    assert (made["chat"], made["attn"], made["batch_size"]) == ("no", "eager", "1")
+    # STRING reaches less than twice the trained length.
+    assert made["factor"] == 3.13 and list(made["methods"]) == ["yarn"]
+    said = " ".join(found.essentials)
+    assert "compose stack" in said and "attention eager" in said
+
+
+@pytest.mark.parametrize("methods", [("yarn", "rerope"), ("unpatched", "yarn", "rerope")])
+def test_finetune_goes_on_with_training(helped: Report, methods: tuple[str, ...]) -> None:
+    tuned = dataclasses.replace(helped.plan.settings, finetune=True, methods=methods)
     found = Report(dataclasses.replace(helped.plan, settings=tuned), helped.outcomes)
     [words], [optional] = found.next_commands, found.optional_commands
     assert words[:4] == ["python", "-m", "recipes.memory", "recipes/own_model_yarn_lora.yaml"]
@@ -252,3 +287,4 @@ def test_finetune_goes_on_with_training(helped: Report) -> None:
     assert recipe.eval_dataset is not None and recipe.eval_dataset.endswith("texts.jsonl")
     assert args.use_cpu and not recipe.quantize  # as the comparison ran
     assert optional[:2] == ["rope-ext", "calibrate"] and "--finetune" in optional
+    assert optional[optional.index("--method") + 1] == "yarn"

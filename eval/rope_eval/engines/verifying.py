@@ -114,7 +114,8 @@ class Verification:
 
     def to_json(self) -> str:
         """Return all fields as JSON."""
-        return json.dumps(dataclasses.asdict(self) | {"passed": self.passed}, indent=2) + "\n"
+        data = {"program": "rope_ext", **dataclasses.asdict(self), "passed": self.passed}
+        return json.dumps(data, indent=2) + "\n"
 
     def __str__(self) -> str:
         found = self.candidates[0] if len(self.candidates) == 1 else self.verdict

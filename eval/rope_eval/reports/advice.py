@@ -13,14 +13,16 @@ from typing import Any
 from rope_eval.options import option_fields
 from rope_eval.reports.recommendation import MAX_COST, Evidence, Recommendation, Scores, gather
 from rope_eval.reports.results import Results
+from rope_eval.settings import BEFORE
 from rope_eval.systems import System, built, under
 from rope_eval.tasks.passkey import Passkey
 from rope_eval.tasks.perplexity import Perplexity
 from rope_ext.command.arguments import UNPATCHED, command_words
+from rope_ext.command.method_options import ADAPTER
 from rope_ext.command.terminal import unused
 from rope_ext.engines import engines_for, engines_with_plugin
-from rope_ext.errors import RopeExtError
-from rope_ext.methods import extended_length
+from rope_ext.errors import OptionError, RopeExtError
+from rope_ext.methods import extended_length, method_class
 from rope_ext.methods.rope import factor_to
 from rope_ext.quoting import command_line
 from rope_ext.saving.folder import model_of, patch_without_weights
@@ -97,8 +99,9 @@ class Advice(Results):
         return [self._calibrating(model, names[0], True) for model, names in named if names]
 
     def _methods(self, model: str) -> list[str]:
-        """Return the methods that were asked for and that the model takes."""
-        return [name for name in self.plan.settings.methods if self.plan.takes(name, model)]
+        """Return the methods that were asked for and that the model takes, without unpatched."""
+        names = [name for name in self.plan.settings.methods if name != UNPATCHED]
+        return [name for name in names if self.plan.takes(name, model)]
 
     @property
     def reading(self) -> list[str]:
@@ -182,11 +185,14 @@ class Advice(Results):
         if choice is not None:
             ours = (s for s in self.plan.systems if s.model == model)
             method = next(s.method for s in ours if s.label == choice.name)
-            if settings.compose != "raise":
+            options = self._options([method])
+            # Calibrate cannot raise a factor, and begins with a method's published options.
+            if settings.compose != "raise" and not options:
                 return self._calibrating(model, method)
-            # Calibrate cannot raise a factor; position methods are not raised.
             engine = next(iter(choice.engines), "transformers")
-            patch_options = {"method": method, "factor": settings.factor, "compose": "raise"}
+            patch_options = {"method": method, "factor": settings.factor}
+            patch_options |= {"option": options, "compose": settings.compose}
+            patch_options["trained_length"] = settings.trained_length
             return command_words("export", model, **patch_options, engine=engine)
         tasks = self.plan.tasks
         longest = max(settings.lengths)
@@ -244,16 +250,38 @@ class Advice(Results):
         given = self._given
         sizes = {name: max(more.pop(name), given.get(name, 0)) for name in _MORE if name in more}
         more = given | sizes | more
-        same = ("factor", "adapter", "finetune")
+        same = ("factor", "adapter", "finetune", "chat", "attn", "batch_size")
         more = {name: getattr(settings, name) for name in same} | more
-        more |= {"method": ",".join(self._methods(model)), "lengths": ",".join(map(str, lengths))}
-        more["option"] = [
-            f"{method}.{name}={value!r}"
-            for method, given in settings.options.items()
-            for name, value in given.items()
-            if self.plan.takes(method, model)
+        trained = next(system.trained for system in self.plan.systems if system.model == model)
+        methods = [
+            name for name in self._methods(model) if self._takes(name, more["factor"], trained)
         ]
+        more |= {"method": ",".join(methods), "lengths": ",".join(map(str, lengths))}
+        more["option"] = self._options(methods)
         return self._command("compare", model, output, **more)
+
+    def _takes(self, method: str, factor: float, trained: int) -> bool:
+        """Whether a method takes a factor: some have a largest one."""
+        if method in (ADAPTER, BEFORE):
+            return True
+        with suppress(OptionError):
+            built(method, {"factor": factor, **self._given_for(method)}).check(trained)
+            return True
+        return False
+
+    def _given_for(self, method: str) -> Mapping[str, Any]:
+        """Return the options that were given for a method, by any name of it."""
+        name = _canonical(method)
+        options = self.plan.settings.options.items()
+        return next((given for one, given in options if _canonical(one) == name), {})
+
+    def _options(self, methods: Sequence[str]) -> list[str]:
+        """Return the options that were given for these methods, for the command line."""
+        return [
+            f"{method}.{name}={value!r}"
+            for method in methods
+            for name, value in self._given_for(method).items()
+        ]
 
     def _calibrating(self, model: str, method: str, finetune: bool = False) -> Words:
         given = {"length": max(self.plan.settings.lengths), "finetune": finetune}
@@ -276,7 +304,7 @@ class Advice(Results):
             method=method,
             trained=trained,
             target=extended_length(settings.factor, trained),
-            options=settings.options.get(method),
+            options=self._given_for(method),
             compose=bool(settings.compose),
             text=str(self._texts[0]) if self._texts else None,
             cpu=self.plan.identities[model]["device"] == "cpu",
@@ -293,6 +321,10 @@ class Advice(Results):
     @property
     def _texts(self) -> Sequence[Path | str]:
         return next((t.text for t in self.plan.tasks if isinstance(t, Perplexity)), ())
+
+
+def _canonical(method: str) -> str:
+    return method if method in (ADAPTER, BEFORE) else method_class(method).name
 
 
 def _model_of(system: System) -> str:

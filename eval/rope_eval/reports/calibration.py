@@ -7,7 +7,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -102,7 +102,7 @@ class Calibration:
 
     ``prompts`` are those of each length in the half that tests, ``rows`` the sequences that ran
     through the model, and ``inside`` is the loss of the unpatched model within its trained length
-    on that half.
+    on that half. ``arguments`` are those of :func:`rope_ext.patch` besides the method.
     """
 
     model: str
@@ -116,6 +116,7 @@ class Calibration:
     inside: float
     choices: tuple[Choice, ...]
     notes: tuple[str, ...]
+    arguments: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def best(self) -> Choice:
@@ -129,7 +130,7 @@ class Calibration:
 
     @property
     def call(self) -> str:
-        return patch_call(self.method)
+        return patch_call(self.method, **self.arguments)
 
     @property
     def sentence(self) -> str:
@@ -206,7 +207,8 @@ class Calibration:
             MeasureError: it does not exist, or this version's calibration did not write it.
         """
         with calibration_in(path) as data:
-            given = {field.name: data[field.name] for field in fields(cls)}
+            data = {"arguments": {}, **data}  # earlier ones have none
+            given = {one.name: data[one.name] for one in fields(cls)}
             choices = tuple(map(_choice, given["choices"]))
             read = cls(**{**given, "choices": choices, "notes": tuple(given["notes"])})
             str(read)  # check that numbers are numbers

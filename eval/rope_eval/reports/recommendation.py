@@ -162,7 +162,7 @@ class Recommendation:
         self.weights = unpatched.weights or None
         # Bonferroni: each method is compared with the unpatched model.
         self.confidence = 1 - (1 - CONFIDENCE) / max(1, len(names))
-        self.found_within = unpatched.rate_at(self.within)
+        self.found_within = unpatched.rate_at(self.within[-1:])
         # An embedder chooses one of many documents, so even few questions are no chance.
         enough = MIN_FOUND if unpatched.losses else 0
         self.counts = self.found_within is not None and self.found_within.value >= enough
@@ -209,7 +209,8 @@ class Recommendation:
         unpatched = self.scores[UNPATCHED]
         cost = None
         losses = score.losses_at(self.far)
-        if (at := self.within[-1:]) and losses:
+        at = self.within[-1:]
+        if at and losses:
             cost = summary.loss_difference(
                 score.losses_at(at), unpatched.losses_at(at), self.weights
             )
@@ -223,7 +224,7 @@ class Recommendation:
             loss=summary.weighted_mean(losses, self.weights) if losses else None,
             found=score.rate_at(self.far),
             cost=cost,
-            lost=self._rates(UNPATCHED, name, self.within),
+            lost=self._rates(UNPATCHED, name, at),
             helps=better and not worse,
             harms=worse,
             engines=tuple((self.engines or {}).get(name, ())),
@@ -297,10 +298,12 @@ class Recommendation:
             return "The cost within the trained length was not measured."
         where = f"at {self.within[-1]} tokens"
         text = f"Cost {where}, {best.name}: {self._cost(best)}."
-        little = f"costs at most {MAX_COST:.0%}" if best.loss is not None else "loses none"
+        little = f"costs at most {MAX_COST:.0%}" if best.loss is not None else "shows no clear loss"
         if best.cheap or self.cheap is None:
             none = self.cheap is None and len(self.methods) > 1
-            return text + f" Of no method is it clear that it {little}." * none
+            all_lose = " Every method clearly loses some."
+            unclear = f" Of no method is it clear that it {little}."
+            return text + (all_lose if best.loss is None else unclear) * none
         return f"{text} Best that {little}: {self._other(self.cheap)}"
 
     def _engines(self) -> list[str]:
@@ -330,7 +333,7 @@ class Recommendation:
         why = "they were not measured within the trained length"
         if self.found_within is not None:
             why = (
-                f"within {self.trained} tokens the unpatched model finds "
+                f"at {self.within[-1]} tokens the unpatched model finds "
                 f"{summary.percent(self.found_within)}, less than half"
             )
         return f" {self.things.capitalize()} do not count here: {why}."

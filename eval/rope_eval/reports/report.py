@@ -82,7 +82,12 @@ class Report(Advice):
         rows = [f"factor {settings.factor:g}"]
         rows += [system.label for system in self.plan.systems if system.label != system.method]
         rows += [f"adapter {short_name(settings.adapter)}"] if settings.adapter else []
+        if settings.trained_length is not None:
+            rows.append(f"trained length {settings.trained_length}")
+        if settings.compose:
+            rows.append(f"compose {'raise' if settings.compose == 'raise' else 'stack'}")
         rows += [f"dtype {settings.dtype}" + f" ({of})" * (settings.dtype == "auto")]
+        rows += [f"attention {settings.attn}"] if settings.attn else []
         return [*rows, f"device {identity['device']}"]
 
     def print(self) -> None:

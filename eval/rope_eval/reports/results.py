@@ -191,8 +191,9 @@ class Results:
             if system.method == UNPATCHED and found is not None and found.value < MIN_FOUND:
                 low.append(f"{found.value:.0%} at {length} tokens ({system.name})")
         if low:
+            whose = "the model" if self.plan.settings.servers else "the unpatched model"
             notes.append(
-                f"within its trained length the unpatched model finds few passkeys, "
+                f"within its trained length {whose} finds few passkeys, "
                 f"{', '.join(low)}: those beyond say little; try {self._easier}"
             )
         return notes

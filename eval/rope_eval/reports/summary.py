@@ -54,10 +54,27 @@ def estimate_rate(passes: Sequence[float]) -> Estimate:
 
 
 def estimate(outcomes: Sequence[Outcome], kind: str) -> Estimate:
-    """Compute one cell of a table: a rate, or the perplexity over documents."""
-    if kind == "rate":
-        return estimate_rate([outcome.value for outcome in outcomes])
-    return estimate_perplexity(*by_document(outcomes))
+    """Compute one cell of a table: a rate, or the perplexity over documents.
+
+    A rate is the mean over prompts; its interval is over questions.
+    """
+    if kind == "loss":
+        return estimate_perplexity(*by_document(outcomes))
+    rate = math.fsum(outcome.value for outcome in outcomes) / len(outcomes)
+    questions = len(by_question(outcomes))
+    return Estimate(rate, *rate_interval(min(rate, 1.0) * questions, questions), questions)
+
+
+def by_question(outcomes: Sequence[Outcome]) -> list[float]:
+    """Return the mean value of each question, which may be asked in several prompts.
+
+    Answers to one question are not independent: it is one trial, whose value is a share. An
+    interval of these holds however similar the answers are.
+    """
+    values: dict[tuple[int, int], list[float]] = defaultdict(list)
+    for number, outcome in enumerate(outcomes):
+        values[outcome.group, 0 if outcome.group else number].append(outcome.value)
+    return [math.fsum(answers) / len(answers) for answers in values.values()]
 
 
 def by_document(outcomes: Sequence[Outcome]) -> tuple[list[float], list[int]]:
@@ -74,12 +91,13 @@ def by_document(outcomes: Sequence[Outcome]) -> tuple[list[float], list[int]]:
 def difference(one: Sequence[Outcome], other: Sequence[Outcome], kind: str) -> Estimate | None:
     """Return ``one`` minus ``other`` on the same cases; None if the cases differ.
 
-    For rates, the difference; for losses, the relative change of perplexity over documents.
+    For rates, the difference over questions; for losses, the relative change of perplexity over
+    documents.
     """
     if not one or [o.prompt for o in one] != [o.prompt for o in other]:
         return None
     if kind == "rate":
-        return rate_difference([o.value for o in one], [o.value for o in other])
+        return rate_difference(by_question(one), by_question(other))
     losses, weights = by_document(one)
     others, _ = by_document(other)
     return loss_difference(losses, others, weights)

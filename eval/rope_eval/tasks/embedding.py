@@ -225,7 +225,6 @@ class Retrieval(Task):
                 answers=(known_facts[number].sentence,),
                 depth=places[number][2],
                 bin=bins[number] if binned else None,
-                group=places[number][0],
                 candidates=candidates,
                 right=places[number][0],
             )

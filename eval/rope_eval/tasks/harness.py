@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, fields
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -231,8 +232,10 @@ def outcomes(
                     f"with python -m rope_eval.lm_eval"
                 )
             prompt = sample["prompt_hash"][:16]
-            key = digest(system.identity, task.name, length, number, prompt)
-            known = {"bin": None, "depth": None, "seed": number, "group": number, "tokens": 1}
+            how = (task.metric, sample["filter"], version("lm_eval"))
+            key = digest(system.identity, task.name, length, number, prompt, how)
+            # The same documents are asked about at every length.
+            known = {"bin": None, "depth": None, "seed": number, "group": 1 + number, "tokens": 1}
             known |= {"prompt": prompt, "answers": (str(sample["target"]),), "value": value}
             known |= {"written": str(sample["filtered_resps"][0])}
             yield Outcome(key=key, system=system.name, task=task.name, length=length, **known)

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from rope_eval.cases import Case, Questions
+from rope_eval.cases import Case, Questions, digest
 from rope_eval.data.prompts import Frame
 from rope_eval.data.rows import Row, read_rows
 from rope_eval.settings import Settings
@@ -231,6 +231,7 @@ class DataSet(Task):
                         task=self.name,
                         length=length,
                         seed=number,
+                        group=self._group(row),
                         mode="write",
                         count=self.tokens,
                         ids=ids,
@@ -239,9 +240,12 @@ class DataSet(Task):
                     )
                 )
                 cut[length] += is_cut
+        prompts = len(cases) // max(1, len(lengths))
+        questions = len({(case.length, case.group) for case in cases}) // max(1, len(lengths))
+        about = f" about {questions} questions, intervals over questions"
         definition = (
             f"score of HELMET's {self.name.removeprefix('helmet_')}, as its authors compute it; "
-            f"{len(cases) // max(1, len(lengths))} prompts, exact intervals"
+            f"{prompts} prompts{about if questions < prompts else ', exact intervals'}"
         )
         if shown := ", ".join(f"{number} at {length}" for length, number in cut.items() if number):
             definition += f"; of prompts that are too long ({shown}), the context's end is left out"
@@ -279,6 +283,12 @@ class DataSet(Task):
         if kind == "icl":
             return _balanced(rows, self.shape.field, count=samples, rng=random.Random(seed))
         return rows[:samples]
+
+    def _group(self, row: Row) -> int:
+        """The question of a row, which other rows and lengths may share."""
+        kind = self.shape.format
+        name = row.key(_key(kind, row)) if kind in ("qa", "rank") else row.where
+        return 1 + int(digest(name)[:12], 16)
 
     def ask(self, frame: Frame, row: Row, rows: Sequence[Row], length: int, seed: int) -> Question:
         """Return the question of a row at a length in tokens; ``rows`` has all questions."""

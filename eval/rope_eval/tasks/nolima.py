@@ -206,6 +206,7 @@ class NoLiMa(Task):
                         task=self.name,
                         length=length,
                         seed=number,
+                        group=1 + test,
                         mode="write",
                         count=tokens,
                         ids=ids,
@@ -215,10 +216,11 @@ class NoLiMa(Task):
                         judge=Gold(answers, self.nolima_metric),
                     )
                 )
+        asked = len({test for _, test, _ in places})
         definition = (
-            f"share of NoLiMa's questions answered ({self.nolima_metric}); {len(places)} of "
-            f"{len(tests)} questions in {len(books)} books at {self.placements} depths, lengths of "
-            f"whole prompts, exact intervals"
+            f"share of NoLiMa's questions answered ({self.nolima_metric}); {len(places)} prompts "
+            f"about {asked} questions, books: {len(books)}, depths: {self.placements}; lengths of "
+            f"whole prompts, intervals over questions"
         )
         return Questions(cases, definition)
 

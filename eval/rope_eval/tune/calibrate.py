@@ -293,6 +293,7 @@ def _calibrated(
         inside=inside,
         choices=tuple(choices),
         notes=(*notes, *more),
+        arguments=given.arguments,
     )
 
 

@@ -35,6 +35,7 @@ from rope_eval.reports.results import grouped
 from rope_eval.tasks.passkey import ASK, FILLER, INTRO, LEAD, MIN_FOUND, NEEDLE
 from rope_eval.tasks.perplexity import Perplexity
 from rope_eval.tune.options import TuneOptions
+from rope_eval.versions import versions
 from rope_ext.config.record import method_to_json
 from rope_ext.errors import MeasureError, OptionError
 from rope_ext.methods import Method, Rope
@@ -350,7 +351,8 @@ class Trials:
         if path is None:
             return
         # As the log returns them, with lists for tuples.
-        settings = json.loads(json.dumps({"format": FORMAT, **settings}))
+        whole = {"format": FORMAT, "versions": versions(), **settings}
+        settings = json.loads(json.dumps(whole))
         self.log = Log(path, to_line({kind: settings}), ROOM)
         with writing(path, "give another output"):
             if path.exists():

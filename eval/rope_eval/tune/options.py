@@ -76,7 +76,7 @@ class TuneOptions:
     scored: int | None = None
     sliding_layers: Literal["auto", "keep", "scale"] = "auto"
     original_max_position_embeddings: int | None = option(
-        None, "Override the trained length in the config.", None, "--trained-length"
+        None, "Override the trained length in the config.", parse_length, "--trained-length"
     )
 
     def __post_init__(self) -> None:

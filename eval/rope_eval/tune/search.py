@@ -35,6 +35,7 @@ from rope_ext.errors import MeasureError, OptionError, RopeExtError
 from rope_ext.methods import NTK, PI, FrequencyMethod, LongRoPE, LongRoPE2, MrRoPE, Rope, YaRN
 from rope_ext.methods.checked import not_none
 from rope_ext.methods.kinds import FACTORS
+from rope_ext.methods.rope import factor_to
 from rope_ext.patching import patched
 
 _STEPS = 100  # numbers are searched in hundredths
@@ -252,7 +253,7 @@ def search(
             f"critical={given.critical} is not valid; it must be below the {rope.dim // 2} pairs "
             f"of this model"
         )
-    factor = target_length / rope.length
+    factor = factor_to(target_length, rope.length)
     known = _known(given, factor, rope)
     [first, *_] = _first(given, known, rope)
     for start in given.start_tokens:  # report models that cannot be patched before measuring

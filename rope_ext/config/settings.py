@@ -13,6 +13,7 @@ from rope_ext.config.nested import text_of
 from rope_ext.config.record import FIELD, patch_call, record_of
 from rope_ext.errors import RopeExtError
 from rope_ext.methods import FrequencyMethod, LongRoPE, YaRN, method_class
+from rope_ext.methods.kinds import MSCALES
 from rope_ext.methods.rope import extended_length, plain_number, whole_number
 from rope_ext.methods.temperature import yarn_factor
 
@@ -41,6 +42,7 @@ SCALING_FIELDS = (
     "mscale_all_dim",
     "rope_type",
     "short_factor",
+    *MSCALES,
     "truncate",
     "type",
 )

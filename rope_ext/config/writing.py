@@ -23,6 +23,7 @@ from rope_ext.config.record import EXPERTS, FIELD, FIELDS, HEAD, OLDER, Record, 
 from rope_ext.config.settings import SCALING_FIELDS
 from rope_ext.errors import CURE, RecordError
 from rope_ext.methods import FrequencyMethod, longrope_table
+from rope_ext.methods.kinds import MSCALES
 from rope_ext.methods.temperature import yarn_factor
 from rope_ext.rotary.sites import ROUNDING, PatchTarget, RotarySite, rebuilt, text_config
 from rope_ext.rotary.swapping import Changes, set_attribute
@@ -85,11 +86,12 @@ def quieted(logger: logging.Logger) -> AbstractContextManager[None]:
 
 
 def _names_another(record: logging.LogRecord) -> bool:
-    """Whether a message of transformers is about another ``rope_type`` than :data:`CURE`."""
-    return CURE not in record.getMessage()
+    """Whether a message of transformers is about something else than what saved patches have."""
+    return not any(ours in record.getMessage() for ours in (CURE, *MSCALES))
 
 
-# A saved patch has this rope_type on purpose, so that transformers refuses to build a model.
+# A saved patch has this rope_type on purpose, so that transformers refuses to build a model, or
+# fields that other engines read.
 logging.getLogger("transformers.modeling_rope_utils").addFilter(_names_another)
 
 

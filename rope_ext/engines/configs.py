@@ -15,6 +15,7 @@ from rope_ext.config.writing import part_of
 from rope_ext.encodings import Encoding
 from rope_ext.engines import base
 from rope_ext.engines.base import Export, Family, Refusal
+from rope_ext.methods.kinds import MSCALES
 from rope_ext.methods.temperature import SSMax, yarn_factor
 from rope_ext.patching import Patch
 from rope_ext.quoting import shell_join
@@ -273,7 +274,7 @@ def _named(parameters: Mapping[str, Any], family: Family) -> dict[str, Any]:
     base.refuse_kind(family, kind)
     if kind == "longrope":
         # Otherwise both use sqrt(1 + ln(s) / ln(length)) and ignore attention_factor.
-        return parameters | {"short_mscale": factor, "long_mscale": factor}
+        return parameters | dict.fromkeys(MSCALES, factor)
     if kind != "yarn":
         return parameters
     # The ends of the ramp are at wavelengths of length / beta.

@@ -356,6 +356,10 @@ def _lengths(length: int) -> torch.Tensor:
     return torch.tensor([length], dtype=torch.float64, device="cpu")
 
 
+MSCALES = ("short_mscale", "long_mscale")
+"""The attention factor of a ``longrope`` entry in vLLM and SGLang."""
+
+
 def longrope_table(
     rope: Rope, inv_freq: torch.Tensor, factor: float, attention_scaling: float
 ) -> dict[str, Any]:
@@ -369,6 +373,8 @@ def longrope_table(
         "long_factor": list(table),
         "factor": float(factor),
         "attention_factor": float(attention_scaling),
+        # vLLM and SGLang read these instead, or else compute it from the factor.
+        **dict.fromkeys(MSCALES, float(attention_scaling)),
         "original_max_position_embeddings": rope.length,
     }
 

@@ -249,7 +249,7 @@ def _prepared(
             growths[dtype] = temperature.growth(t)
         growth = growths[dtype][:, None, :, None].to(dtype)
         query = getattr(layer_call.module, learned.TEMPERATURE)(query, growth)
-    call = layer.adding(layer_call.call, distances=forward.distances, like=query, both=forward.both)
+    call = layer.adding(layer_call, forward)
     return _Prepared(step=step, query=query, key=key, value=value, call=call)
 
 

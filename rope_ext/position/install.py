@@ -180,9 +180,8 @@ class Installed(context.Tracker):
             owner = None
             if window is None:  # the map changes it
                 if encoding.changes_logits():
-                    keys = projections.get(module)
                     owner = self._put_bias(
-                        decoder, module=module, heads=layout.heads, keys=keys, changes=changes
+                        decoder, module=module, heads=layout.heads, changes=changes
                     )
                 temperature = position_map.learned_temperature
                 if temperature is not None:
@@ -194,6 +193,7 @@ class Installed(context.Tracker):
                 number=numbers.setdefault((layout, window), len(numbers)),
                 window=window,
                 biased=owner,
+                keys=None if owner is None else projections.get(module),
             )
             set_attribute(module, layers.LAYER, layer, changes=changes)
             self._copy_tables(layer, layout.site)
@@ -203,7 +203,6 @@ class Installed(context.Tracker):
         decoder: nn.Module,
         module: nn.Module,
         heads: Heads,
-        keys: layers.KeyProjection | None,
         changes: Changes,
     ) -> nn.Module:
         """Attach the encoding's bias of an attention module; returns the module that has it."""
@@ -214,7 +213,7 @@ class Installed(context.Tracker):
         owner = module if own else decoder
         there = getattr(owner, learned.BIAS, None)
         if there is None:
-            bias = learned.DistanceBias(encoding, heads=heads, near=module, keys=keys)
+            bias = learned.DistanceBias(encoding, heads=heads, near=module)
             learned.put(owner, learned.BIAS, bias, changes=changes)
         elif heads.count != there.heads.count:
             raise UnsupportedModelError(

@@ -17,7 +17,6 @@ from rope_ext.encodings.base import Sized
 from rope_ext.errors import OptionError, UnsupportedModelError
 from rope_ext.methods import Rope
 from rope_ext.methods.temperature import SSMax
-from rope_ext.position.layers import KeyProjection
 from rope_ext.rotary.swapping import Changes
 
 BIAS = "rope_ext_bias"  # module names, also in checkpoints
@@ -129,33 +128,30 @@ class DistanceBias(Learning):
 
     encoding: Encoding
 
-    def __init__(
-        self, encoding: Encoding, heads: Heads, near: nn.Module, keys: KeyProjection | None = None
-    ) -> None:
+    def __init__(self, encoding: Encoding, heads: Heads, near: nn.Module) -> None:
         super().__init__(encoding, encoding.initial(heads), near)
         self.heads = heads
-        self.keys = keys
 
     def forward(
         self,
         count: int,
         device: torch.device,
         dtype: torch.dtype,
-        owner: nn.Module | None = None,
+        projection: Tensor | None = None,
         both: bool = False,
     ) -> dict[str, Any]:
         """Return changes to the logits, as fields of :class:`rope_ext.attention.call.Call`.
 
         A bias is ``[heads, n]``, for all distances below ``count``, or until it becomes constant;
         in ``both`` directions, entries for later keys come first.
-        ``owner`` is the attention module whose key projection an encoding may use.
+        ``projection`` is the key projection that an encoding may use, ``[kv_heads, columns,
+        inputs]``.
         """
         learned = self.clamped()
         given = {**learned, **self.encoding.constants(self.heads, device)}
-        if self.keys is not None and owner is not None:
-            like = next(self.parameters())
-            weight = self.keys.weight(owner, like.device, like.dtype)
-            given["key_projection"] = weight.repeat_interleave(self.heads.count // len(weight), 0)
+        if projection is not None:
+            groups = self.heads.count // len(projection)
+            given["key_projection"] = projection.repeat_interleave(groups, 0)
         if self.encoding.scored():
             return {"scores": (self.encoding, given)}
         settled = self.encoding.saturates_at()

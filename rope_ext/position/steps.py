@@ -20,7 +20,7 @@ from rope_ext.errors import UnsupportedModelError
 from rope_ext.methods.geometry import Distance
 from rope_ext.position import learned
 from rope_ext.position.forward import FEW, PositionForward, in_cache, once
-from rope_ext.position.layers import Layout
+from rope_ext.position.layers import KeyProjection, Layout
 from rope_ext.position.map import BandRotations, Decay, PositionMap, RotationTable
 from rope_ext.position.masks import BatchMask, clipped, shown
 from rope_ext.rotary import context
@@ -151,7 +151,8 @@ class Layer:
     layout: Layout | None = None  # None: not changed by the map
     number: int = 0  # index of the layout, since graphs cannot use objects as keys
     window: int | None = None  # tokens that it attends to as trained; None: positions change
-    biased: nn.Module | None = None  # the module with this layer's bias, if any
+    biased: nn.Module | None = None  # the attention module or decoder with its bias, if any
+    keys: KeyProjection | None = None  # of the attention module, if the bias uses it
 
     def __post_init__(self) -> None:
         self.rotations: BandRotations = []
@@ -166,20 +167,26 @@ class Layer:
         return self.map.rotations(self.layout, self.window, both=True)
 
     def __reduce__(self) -> tuple[Any, ...]:  # rotations contain functions, which do not pickle
-        return Layer, (self.map, self.layout, self.number, self.window, self.biased)
+        return Layer, (self.map, self.layout, self.number, self.window, self.biased, self.keys)
 
-    def adding(self, call: Call, distances: int, like: Tensor, both: bool) -> Call:
-        """Return ``call`` with this layer's bias or scores for all distances below a limit.
-
-        ``both``: for attention in both directions.
-        """
-        if self.biased is None:
+    def adding(self, layer_call: "LayerCall", forward: PositionForward) -> Call:
+        """Return the attention call with this layer's bias or scores, for all distances."""
+        call = layer_call.call
+        holder = self.biased
+        if holder is None:
             return call
-        module = getattr(self.biased, learned.BIAS)  # looked up each time, since peft may wrap it
-        # The first argument by position, since peft's wrapper takes one.
-        added = module(
-            distances, device=like.device, dtype=wide(like), owner=self.biased, both=both
-        )
+        module = layer_call.module
+        if forward.replica is not None:  # of nn.DataParallel, with parameters of its own
+            holder = module if hasattr(module, learned.BIAS) else forward.replica
+        bias = getattr(holder, learned.BIAS)  # looked up each time, since peft may wrap it
+        query = layer_call.query
+        like = {"device": query.device, "dtype": wide(query)}
+        projection = None
+        if self.keys is not None:
+            projection = self.keys.weight(module, query.device, query.dtype)
+        # The first argument by position, since peft's wrapper takes one. No modules: accelerate
+        # moves all arguments to the device of an offloaded module.
+        added = bias(forward.distances, **like, projection=projection, both=forward.both)
         return replace(call, **added)
 
 

@@ -49,6 +49,7 @@ class ForwardContext:
     traced: bool  # by torch.compile or torch.export: it computes with tensors, and reads no values
     exported = False  # whether torch.export is tracing it
     running = False  # whether the decoder's own ``forward`` has begun
+    replica: nn.Module | None = None  # the copy of the decoder by nn.DataParallel that runs it
 
     def __post_init__(self) -> None:
         """Set what a subclass derives from these."""
@@ -138,6 +139,8 @@ class Tracker:
         if forward is None or forward.running:
             return decoder(*args, **kwargs)
         forward.running = True
+        if forward.replica is not None:  # ``original`` is bound to the module that was copied
+            return type(decoder).forward(forward.replica, *args, **kwargs)
         return original(*args, **kwargs)
 
     def traceable(self) -> bool:
@@ -158,6 +161,8 @@ class Tracker:
             self.start(given)
         else:
             stack.append(forward)
+        if getattr(decoder, "_is_replica", False):
+            current(self.patched_by).replica = decoder
 
     @as_forward
     def end(self, decoder: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:

@@ -291,7 +291,10 @@ class Sequences(context.Tracker):
         forward.mask = given.get("attention_mask")
         request = context.current(self.requests)
         if filled:
-            forward.started = self._stored(cache, rows, tokens + filled)
+            reached = tokens + filled
+            if request is not None and request.room is not None:
+                reached = min(reached, request.room)  # drafted tokens beyond it are dropped
+            forward.started = self._stored(cache, rows, reached)
         if request is not None:
             due = request.due
             request.due = False

@@ -25,10 +25,17 @@ from urllib.request import urlopen
 from torch import nn
 
 from rope_ext import patching
+from rope_ext.config.record import SIDECAR
 from rope_ext.errors import AdapterError, RopeExtError, first_line
 from rope_ext.rotary.sites import unwrap
 from rope_ext.saving.folder import read_saved
-from rope_ext.saving.load import Sidecar, from_pretrained, save_sidecar, sidecar_of
+from rope_ext.saving.load import (
+    Sidecar,
+    from_pretrained,
+    read_sidecar,
+    save_sidecar,
+    sidecar_of,
+)
 
 _WRAPPED = (
     ("transformers.modeling_utils", "PreTrainedModel", "save_pretrained"),
@@ -79,16 +86,14 @@ def _save_whole(original: Callable[..., Any], model: Any, *args: Any, **kwargs: 
 
 
 def _save(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Save an adapter, then the patch of its base."""
+    """Save an adapter, then the patch of its base, in place of the patch of an earlier one."""
     result = original(model, *args, **kwargs)
-    if not patching.is_patched(model):
-        return result
-    if patching.whole_patch(model) is None:
+    whole = patching.whole_patch(model) is not None
+    if patching.is_patched(model) and not whole:
         _logger.warning(
             "rope_ext: the adapter is saved without the patch of a part of its base: patch the "
             "part again after loading"
         )
-        return result
     given = inspect.signature(original).bind(model, *args, **kwargs)
     # Arguments may be passed by position, and differ between versions of PEFT.
     given.apply_defaults()
@@ -96,8 +101,21 @@ def _save(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -
         names = given.arguments.get("selected_adapters") or list(model.peft_config)
         for name in names:
             folder = Path(given.arguments["save_directory"])
-            save_sidecar(model, folder if name == _DEFAULT else folder / name)
+            folder = folder if name == _DEFAULT else folder / name
+            if whole:
+                save_sidecar(model, folder)
+            else:
+                _remove_sidecar(folder)
     return result
+
+
+def _remove_sidecar(folder: Path) -> None:
+    """Remove the patch of an adapter whose weights have just been replaced."""
+    path = folder / SIDECAR
+    with suppress(RopeExtError):  # not ours
+        if path.is_file() and read_sidecar(str(folder)) is not None:
+            path.unlink()
+            _logger.warning("rope_ext: %s was of an earlier adapter, and is removed", path)
 
 
 def _train(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:

@@ -110,6 +110,14 @@ def test_a_chat_that_outgrows_its_frequencies_is_warned_about(model, ids, caplog
     assert caplog.text.count("keeps the frequencies it started with, which are made for 90") == 1
 
 
+def test_drafted_tokens_that_are_dropped_outgrow_nothing(model, caplog) -> None:
+    rope_ext.patch(model, "dynamic_ntk", factor=4)
+    caplog.clear()
+    prompt = torch.arange(3, 33).repeat(5)[None]  # repeats, so that all drafts are long
+    model.generate(prompt, prompt_lookup_num_tokens=6, do_sample=False, **NEW)
+    assert "keeps the frequencies" not in caplog.text
+
+
 def test_steps_within_the_trained_length_are_not_warned_about(model, ids, caplog) -> None:
     rope_ext.patch(model, "dynamic_ntk", factor=4)
     decoded(model, ids[:, :60], [5] + [1] * 55)

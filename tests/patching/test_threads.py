@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import threading
 import time
@@ -65,18 +66,38 @@ def test_forwards_in_two_threads_give_what_they_give_one_after_the_other(ids, na
         assert torch.equal(one, other)
 
 
+def replica(model: torch.nn.Module, scale: float = 1.0) -> torch.nn.Module:
+    """What ``DataParallel`` makes of a model, but with other weights: on another device."""
+    twins = {name: m._replicate_for_data_parallel() for name, m in model.named_modules()}
+    for name, module in model.named_modules():
+        for child in module._modules:
+            twins[name]._modules[child] = twins[f"{name}.{child}".lstrip(".")]
+        weights = module._parameters.items()
+        twins[name]._parameters = {k: None if x is None else scale * x for k, x in weights}
+    return twins[""]
+
+
+REPLICATED = [("yarn", {}), ("dynamic_ntk", {}), ("rerope", {}), ("yarn", {"bias": "kerple_log"})]
+REPLICATED += [("self_extend", {"bias": "t5"}), ("yarn", {"temperature": "ssmax"})]
+
+
+@pytest.mark.parametrize(("name", "more"), REPLICATED, ids=str)
+def test_a_replica_computes_with_its_own_weights(ids, name: str, more: dict) -> None:
+    model = rope_ext.patch(tiny_llama(), name, factor=4, **more)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.01)  # also a bias that begins with zeros
+        other = copy.deepcopy(model)
+        for parameter in other.parameters():
+            parameter.mul_(0.7)
+        found = replica(model, 0.7)(ids, use_cache=False).logits
+        assert torch.equal(found, other(ids, use_cache=False).logits)
+        assert not torch.equal(found, model(ids, use_cache=False).logits)
+
+
 def test_replicas_in_threads_give_what_the_model_gives(ids) -> None:
-    """What ``DataParallel`` does: replicas share the hooks of the model they were made from."""
+    """Replicas share the hooks of the model they were made from."""
     model = rope_ext.patch(tiny_llama(), "dynamic_ntk", factor=4)
-
-    def replica() -> torch.nn.Module:
-        twins = {name: m._replicate_for_data_parallel() for name, m in model.named_modules()}
-        for name, module in model.named_modules():
-            for child in module._modules:
-                twins[name]._modules[child] = twins[f"{name}.{child}".lstrip(".")]
-            twins[name]._parameters = dict(module._parameters)
-        return twins[""]
-
     prompts = [ids[:1], ids[1:, :100]]
     with torch.no_grad():
         alone = [model(prompt, use_cache=False).logits for prompt in prompts]
@@ -84,7 +105,7 @@ def test_replicas_in_threads_give_what_the_model_gives(ids) -> None:
 
     def say(prompt: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
-            return replica()(prompt, use_cache=False).logits
+            return replica(model)(prompt, use_cache=False).logits
 
     together = at_once(*(lambda prompt=prompt: say(prompt) for prompt in prompts))
     meeting.handle.remove()

@@ -139,6 +139,21 @@ def test_offloaded_weights_are_probed_and_stay_offloaded(kind: str, ids, tmp_pat
     assert [parameter.is_meta for parameter in model.parameters()] == away
 
 
+@pytest.mark.parametrize("bias", ["t5", "kerple_log", "fire"])
+def test_a_patched_model_with_a_bias_is_offloaded(bias: str, ids) -> None:
+    """Accelerate moves the arguments of each module to its device, modules among them."""
+    from accelerate import cpu_offload
+
+    torch.manual_seed(0)
+    model = rope_ext.patch(tiny_llama(), "yarn", factor=4, bias=bias)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.01)  # also a bias that begins with zeros
+        right = model(ids).logits
+        cpu_offload(model, execution_device="cpu")
+        assert torch.equal(model(ids).logits, right)
+
+
 def test_positions_by_pair_need_as_many_pairs_in_every_patched_embedding() -> None:
     model = tiny_model("gemma4_text")  # full layers have other heads than sliding ones
     with pytest.raises(rope_ext.UnsupportedModelError, match=r"dpe needs .* 'self_extend'"):

@@ -50,6 +50,9 @@ READ: Mapping[str, tuple[str, ...]] = {
 UNSAVED = "no rope_type can express it: load it with rope_ext.from_pretrained (plain {})"
 REFUSED = "transformers raises an error"
 UNPATCHED = "transformers loads it unpatched"
+LENGTH_STAYS = (
+    "max_position_embeddings stays the trained length, up to which other engines run it unextended"
+)
 
 
 _held: dict[Any, tuple[int, Any]] = {}  # of each replacement: blocks inside, and the value before
@@ -298,19 +301,20 @@ def unsaved(place: PatchTarget, target: int) -> Written:
     model looks up first, with or without experts.
     """
     config = text_config(place.decoder)
-    length = {"max_position_embeddings": target}
     marked = copy.deepcopy(getattr(config, "rope_parameters", None) or {})
     for site in place.scaled:
         part_of(marked, site)["rope_type"] = CURE
 
-    refused = {"rope_parameters": marked, **length}
+    refused = {"rope_parameters": marked, "max_position_embeddings": target}
     if _is_refused(config, refused, lambda x: _rebuilt_modules(place.decoder, x, place.sites)):
         return Written(values=refused, native=False, built={}, note=UNSAVED.format(REFUSED))
+    # Other engines read no experts implementation: they run these unextended, so the length in the
+    # configuration stays as it is, up to which they serve.
     if _is_refused(place.model.config, {EXPERTS: CURE}, type(place.model)):
-        return Written(
-            values={**length, EXPERTS: CURE}, native=False, built={}, note=UNSAVED.format(REFUSED)
-        )
-    return Written(values=length, native=False, built={}, note=UNSAVED.format(UNPATCHED))
+        note = f"{UNSAVED.format(REFUSED)}; {LENGTH_STAYS}"
+        return Written(values={EXPERTS: CURE}, native=False, built={}, note=note)
+    note = f"{UNSAVED.format(UNPATCHED)}; {LENGTH_STAYS}"
+    return Written(values={}, native=False, built={}, note=note)
 
 
 def _is_refused(config: Any, values: dict[str, Any], build: Callable[[Any], Any]) -> bool:

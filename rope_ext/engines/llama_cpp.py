@@ -6,6 +6,7 @@ each family follow its ``conversion/*.py`` and ``src/models/*.cpp``. Writing fil
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -17,9 +18,10 @@ from transformers import LlamaConfig
 from typing_extensions import Self
 
 from rope_ext.command.arguments import command_words
+from rope_ext.config.record import record_within
 from rope_ext.engines import base
 from rope_ext.engines.base import ENGINES, Export, Refusal
-from rope_ext.errors import ExportError, LoadError, optional
+from rope_ext.errors import ExportError, LoadError, RopeExtError, optional
 from rope_ext.methods import Method, YaRN, build_method
 from rope_ext.methods.checked import not_none
 from rope_ext.methods.temperature import yarn_factor
@@ -27,6 +29,7 @@ from rope_ext.patching import Patch, current_patch
 from rope_ext.quoting import shell_join
 from rope_ext.rotary.sites import softmax_scales, text_config, unwrap
 from rope_ext.saving import gguf_source
+from rope_ext.saving.checkpoints import load_config
 from rope_ext.saving.drafts import draft_of, may_replace
 from rope_ext.saving.folder import Saved, built_on_meta, patch_without_weights, read_saved
 from rope_ext.saving.gguf_source import LONG, SHORT, TABLE
@@ -277,12 +280,23 @@ def ollama(state: Patch, saved: Saved | None) -> Export:
     )
 
 
+def _is_saved_patch(folder: str) -> bool:
+    """Whether a folder was written by a patched model."""
+    with suppress(RopeExtError):
+        return (
+            Path(folder, "config.json").is_file() and record_within(load_config(folder)) is not None
+        )
+    return False
+
+
 def _writing(state: Patch, saved: Saved | None) -> tuple[str, str, str, tuple[str, ...]]:
     """Return the unpatched and patched GGUF file, the command that writes it, and a note."""
     source = "MODEL.gguf"
     output = "MODEL-long.gguf"
     file = gguf_source.file_of(state.model.config)
     name = state.model.config.name_or_path
+    if _is_saved_patch(name):
+        name = ""  # the unpatched one is elsewhere
     notes = (f"{source}: convert_hf_to_gguf.py applied to the unpatched {name or 'MODEL'}",)
     if saved is not None:  # the patch is written after conversion
         notes = (f"{source} is what convert_hf_to_gguf.py makes of {base.folder_of(saved)}",)

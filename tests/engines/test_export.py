@@ -119,6 +119,15 @@ def test_flags_and_keys_of_llama_cpp_say_the_same() -> None:
     assert ntk["flags"]["--override-kv"] == ["llama.context_length=int:256"]
 
 
+def test_a_folder_of_a_patched_model_is_not_called_the_unpatched_one(tmp_path: Path) -> None:
+    tiny_llama().save_pretrained(tmp_path / "plain")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+    rope_ext.patch(model, "yarn", factor=4, precise=True).save_pretrained(tmp_path / "long")
+    assert f"unpatched {tmp_path / 'plain'}" in str(rope_ext.export(model, "llama.cpp"))
+    again = rope_ext.from_pretrained(tmp_path / "long")
+    assert "unpatched MODEL" in str(rope_ext.export(again, "llama.cpp"))
+
+
 def test_the_factor_of_llama_cpp_is_raised_by_rounding_alone() -> None:
     for length, factor in ((64, 7), (101, 1.3)):
         model = rope_ext.patch(tiny_llama(max_position_embeddings=length), "yarn", factor=factor)

@@ -360,6 +360,31 @@ def test_plain_transformers_refuses_what_it_cannot_build(
     assert configs[0].read_text() == configs[1].read_text()
 
 
+@pytest.mark.parametrize("method", ["self_extend", "dynamic_yarn"])
+def test_an_engine_that_does_not_know_the_patch_serves_the_trained_length(
+    tmp_path, ids, method: str
+) -> None:
+    """It reads no experts implementation, which alone stops transformers in this family."""
+    model = rope_ext.patch(tiny_model("phi3"), method, factor=4)
+    model.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert saved["max_position_embeddings"] == LENGTH
+    again = rope_ext.from_pretrained(tmp_path)
+    assert rope_ext.describe(again).target_length == 4 * LENGTH
+    assert torch.equal(logits(again, ids), logits(model, ids))
+
+
+@pytest.mark.parametrize("method", ["ntk_by_parts", "yarn"])
+def test_a_saved_table_has_the_temperature_in_the_fields_of_engines(tmp_path, method: str) -> None:
+    """From the factor, vLLM and SGLang would compute another one."""
+    model = rope_ext.patch(tiny_model("phi3"), method, factor=4)
+    model.save_pretrained(tmp_path)
+    entry = json.loads((tmp_path / "config.json").read_text())["rope_parameters"]
+    assert entry["short_mscale"] == entry["long_mscale"] == entry["attention_factor"]
+    for engine in ("vllm", "sglang"):
+        assert "--hf-overrides" not in rope_ext.export(tmp_path, engine).command
+
+
 @pytest.mark.parametrize("family", ["llama", "phi3"])
 def test_a_language_model_that_sees_is_refused_and_comes_back(tmp_path, ids, family: str) -> None:
     model = tiny_llava(tiny_config(family, original_max_position_embeddings=LENGTH))
@@ -507,6 +532,18 @@ def test_a_wrong_base_is_refused_before_it_is_patched(tmp_path, base: Path) -> N
             rope_ext.from_pretrained(tmp_path / "adapter", base=tmp_path / other)
     with pytest.raises(rope_ext.AdapterError, match="does not contain an adapter"):
         rope_ext.from_pretrained(base, base=base)
+
+
+def test_an_unpatched_adapter_takes_the_place_of_a_patched_one(tmp_path, ids, base: Path) -> None:
+    """Loaded under the patch of the earlier one, it would be another model."""
+    lora(patched(AutoModelForCausalLM.from_pretrained(base), "yarn")).save_pretrained(tmp_path)
+    assert (tmp_path / "rope_ext.json").exists()
+    lora(AutoModelForCausalLM.from_pretrained(base)).save_pretrained(tmp_path)
+    with pytest.raises(rope_ext.AdapterError, match=r"no rope_ext\.json"):
+        rope_ext.from_pretrained(tmp_path)
+    (tmp_path / "rope_ext.json").write_text("{}")  # not ours
+    lora(AutoModelForCausalLM.from_pretrained(base)).save_pretrained(tmp_path)
+    assert (tmp_path / "rope_ext.json").read_text() == "{}"
 
 
 def test_a_folder_without_a_sidecar_is_refused(tmp_path, base: Path) -> None:

@@ -256,7 +256,9 @@ def _run(decoder: nn.Module, site: RotarySite, scaling: float | None = None) -> 
     if not offloaded and any(parameter.is_meta for parameter in parameters):
         raise _RefusedError("its weights are on the meta device (load them first)")
     if any(hasattr(parameter, "device_mesh") for parameter in parameters):
-        raise _RefusedError("its weights are sharded (patch it before fully_shard)")
+        raise _RefusedError(
+            "its weights are sharded (by tensor parallelism, or patch it before fully_shard)"
+        )
     layers: list[nn.Module] = []
     hidden = _forward(decoder, site, scaling=scaling, look=lambda seen: layers.append(seen.module))
     if hidden.isnan().any():

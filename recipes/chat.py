@@ -28,10 +28,10 @@ from typing import Any
 import numpy as np
 
 from recipes.contents import digest_of
-from recipes.files import encodable
-from recipes.stream import DataError, Documents
+from recipes.files import encodable, stop
+from recipes.stream import PLACE, PROBLEM, DataError, Documents
 from rope_eval.data.prompts import beginning
-from rope_eval.data.templates import TemplateError, Templates
+from rope_eval.data.templates import RejectionError, TemplateError, Templates
 from rope_ext.errors import OptionError, first_line, nearest
 
 _KNOWN = ("system", "developer", "user", "assistant", "tool")
@@ -47,6 +47,10 @@ _SHAPES = "messages, conversations, prompt with completion, or instruction with 
 
 class _RowError(ValueError):
     """What a row must have, and has not."""
+
+
+class _RejectedError(DataError):
+    """The chat template cannot write a conversation, though it may write others."""
 
 
 def conversation_of(row: Mapping[str, Any], *, from_arrow: bool = True) -> str:
@@ -238,24 +242,42 @@ class TokenizeChat:
     training.
 
     A template is a program from elsewhere, so a process with limits renders it, one per batch.
+
+    Args:
+        tokenizer: tokenizer of the model.
+        strict: raise an error for a conversation that the template rejects, instead of leaving it
+            out with its ``problem``.
     """
 
     tokenizer: Any
-    names = ("input_ids", "scored")
+    strict: bool = False
+    names = ("input_ids", "scored", PROBLEM)
 
     def __call__(self, batch: Mapping[str, Sequence[str | None]]) -> dict[str, Any]:
-        ids = []
-        scored = []
+        ids: list[list[int]] = []
+        scored: list[list[bool]] = []
+        problems: list[str | None] = []
         with Templates(_Programs(self.tokenizer)) as templates:
             conversations = _Conversations(self.tokenizer, templates, _Ends(self.tokenizer))
-            for text in batch["text"]:
-                tokens, answers = conversations.tokenize(json.loads(text)) if text else ([], [])
+            for text, place in zip(batch["text"], batch[PLACE], strict=True):
+                tokens, answers, problem = [], [], None
+                try:
+                    if text:
+                        tokens, answers = conversations.tokenize(json.loads(text))
+                except _RejectedError as error:
+                    problem = f"{place}: {error}"
+                    stop(self.strict, problem)
                 used = any(answers)  # a conversation without an answer teaches nothing
                 ids.append(tokens if used else [])
                 scored.append(answers if used else [])
-        digests = [digest_of(text or "") for text in batch["text"]]
-        counts = [len(tokens) for tokens in ids]
-        return {"input_ids": ids, "scored": scored, "tokens": counts, "digest": digests}
+                problems.append(problem)
+        return {
+            "input_ids": ids,
+            "scored": scored,
+            PROBLEM: problems,
+            "tokens": [len(tokens) for tokens in ids],
+            "digest": [digest_of(text or "") for text in batch["text"]],
+        }
 
 
 @dataclass(frozen=True)
@@ -279,11 +301,23 @@ class _Ends:
         return False
 
 
-def note_of(tokenizer: Any, text: str) -> str | None:
-    """Return what to know before training on conversations like this JSON, or None."""
-    found = TokenizeChat(tokenizer)({"text": [text]})
-    ids, scored = found["input_ids"][0], found["scored"][0]
-    if not ids or _Ends(tokenizer).an_answer(ids, scored):
+def note_of(tokenizer: Any, first: Mapping[str, Sequence[str]]) -> str | None:
+    """Return what to know before training on conversations like these, or None.
+
+    Args:
+        tokenizer: tokenizer of the model.
+        first: the first conversations, as for :class:`TokenizeChat`.
+
+    Raises:
+        DataError: the chat template rejects one of them.
+    """
+    found = TokenizeChat(tokenizer)(first)
+    problem = next(filter(None, found[PROBLEM]), None)
+    if problem is not None:
+        raise DataError(problem)
+    pairs = zip(found["input_ids"], found["scored"], strict=True)
+    used = next((pair for pair in pairs if pair[0]), None)
+    if used is None or _Ends(tokenizer).an_answer(*used):
         return None
     return (
         "the chat template ends answers with no special token, so the model does not learn where "
@@ -379,7 +413,7 @@ class _Conversations:
         options = {"tools": row["tools"]} if "tools" in row else {}
         calls = any(message.get("tool_calls") for message in messages)
         if calls and "tool_calls" not in str(self.tokenizer.chat_template):
-            raise DataError(
+            raise _RejectedError(
                 f"the chat template does not write tool_calls, which {str(messages[:1])[:60]} and "
                 f"what follows have; give a model whose template does, or write the calls into "
                 f"the content of messages"
@@ -433,7 +467,7 @@ class _Conversations:
         if first:
             answers = [at for at, each in enumerate(messages) if each["role"] == "assistant"]
             if len(spans) != len(answers):
-                raise DataError(
+                raise _RejectedError(
                     f"TRL's template for training marks {len(spans)} answers in "
                     f"{str(messages[0])[:60]} and what follows, which has {len(answers)}; give "
                     f"messages instead of prompt and completion"
@@ -456,8 +490,9 @@ class _Conversations:
         """Call a method of :class:`_Programs` for ``messages``."""
         try:
             return self.templates(name, *given, **options)
-        except TemplateError as error:  # also raised on purpose, as for the order of roles
-            raise DataError(
+        except TemplateError as error:
+            rejected = isinstance(error, RejectionError)  # raised as for the order of roles
+            raise (_RejectedError if rejected else DataError)(
                 f"{error} on {str(messages[:1])[:60]} and what follows; correct or remove this "
                 f"conversation, or give --format text"
             ) from None
@@ -491,7 +526,7 @@ class _Conversations:
 
 
 def _require_written(messages: Sequence[Mapping[str, Any]], text: str) -> None:
-    """Raise DataError if the chat template leaves out what a user or the assistant says.
+    """Raise _RejectedError if the chat template leaves out what a user or the assistant says.
 
     Templates trim and take apart what they write, but keep the last word of it.
     """
@@ -501,7 +536,7 @@ def _require_written(messages: Sequence[Mapping[str, Any]], text: str) -> None:
             continue
         words = content.split()
         if words and words[-1] not in text:
-            raise DataError(
+            raise _RejectedError(
                 f"the chat template leaves out the text of {str(message)[:60]}; give it as those "
                 f"of models for images take it, content: [{{type: text, text: ...}}]"
             )

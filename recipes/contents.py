@@ -84,8 +84,7 @@ class Contents:
             yield f"left out: {problem}"
         more = len(self.problems) - SHOWN
         if more > 0:
-            kind = "all or parts of {:,} more files" if files else "{:,} more rows"
-            yield f"left out: {kind.format(more)}"
+            yield f"left out: {more:,} more {'files or rows' if files else 'rows'}"
 
 
 def contents(

@@ -29,7 +29,7 @@ from recipes.files import (
 )
 from recipes.positions import Drawn, MixedWindows
 from recipes.retrieval import Weighted
-from recipes.stream import PROBLEM, DataError, Packer, Source, Stream
+from recipes.stream import PLACE, PROBLEM, DataError, Packer, Source, Stream
 from rope_eval.data.prompts import beginning
 from rope_eval.data.text import python_library
 from rope_ext.errors import first_line, is_path, nowhere
@@ -109,7 +109,7 @@ def documents(
             with_indices=True,
             fn_kwargs={"name": name, "strict": strict},
             remove_columns=list(first[0]),
-            features=Features({"text": Value("string"), PROBLEM: Value("string")}),
+            features=Features({name: Value("string") for name in ("text", PLACE, PROBLEM)}),
         )
     data = data.select_columns(column)
     return data if column == "text" else data.rename_column(column, "text")
@@ -150,12 +150,13 @@ def _row(row: Mapping[str, Any], number: int, name: str) -> Entry:
 def _as_conversation(
     row: Mapping[str, Any], number: int, name: str, strict: bool
 ) -> dict[str, str | None]:
+    entry = _row(row, number, name)
     try:
-        return {"text": _conversation(_row(row, number, name)), PROBLEM: None}
+        return {"text": _conversation(entry), PLACE: entry.place, PROBLEM: None}
     except DataError as error:
         # The first rows were checked before: this one differs from them.
         stop(strict, str(error))
-        return {"text": None, PROBLEM: str(error)}
+        return {"text": None, PLACE: entry.place, PROBLEM: str(error)}
 
 
 def _conversation(entry: Entry) -> str:
@@ -365,16 +366,20 @@ class DocumentStart:
         return ["input_ids"]
 
 
-def tokenization(tokenizer: Any, chat: bool) -> Any:
-    """Create what tokenizes documents, or conversations."""
-    return TokenizeChat(tokenizer) if chat else Tokenize(tokenizer)
+def tokenization(tokenizer: Any, chat: bool, strict: bool = False) -> Any:
+    """Create what tokenizes documents, or conversations; ``strict`` as for :func:`documents`."""
+    return TokenizeChat(tokenizer, strict) if chat else Tokenize(tokenizer)
 
 
 def chat_note(conversations: Dataset | IterableDataset, tokenizer: Any) -> str | None:
-    """Return what to know before training on these conversations, by the first one, or None."""
+    """Return what to know before training on these conversations, by the first ones, or None.
+
+    Raises:
+        DataError: the chat template rejects one of these.
+    """
     rows: Any = conversations.take(_ENOUGH)
-    first = next((row["text"] for row in rows if row["text"]), None)
-    return None if first is None else note_of(tokenizer, first)
+    first = [row for row in rows if row["text"]]
+    return note_of(tokenizer, {name: [row[name] for row in first] for name in ("text", PLACE)})
 
 
 def packer(
@@ -426,18 +431,21 @@ def rows(
     tokenize = tokenize or Tokenize(tokenizer)
     minimum = max(minimum, pack.shortest)
     longest = getattr(pack, "longest", None)
-    # Read before ``map`` removes the column.
-    problems = [each for each in data[PROBLEM] if each] if PROBLEM in data.column_names else []
+    problems = _problems(data)  # before ``map`` removes the column
     numbers = {"tokens": Value("int64"), "digest": Value("int64")}
-    columns = [name for name in ("input_ids", "scored") if name in tokenize.names]
+    columns = {
+        name: Value("string") if name == PROBLEM else List(Value("int32"))
+        for name in tokenize.names
+    }
     data = data.map(
         tokenize,
         batched=True,
         batch_size=64,
         remove_columns=data.column_names,
         # Declared, since datasets infers no type from a first batch of empty documents.
-        features=Features({name: List(Value("int32")) for name in columns} | numbers),
+        features=Features(columns | numbers),
     )
+    problems += _problems(data)  # of conversations that the chat template rejects
     most = math.inf if longest is None else longest
     kept = data.filter(lambda row: minimum <= row["tokens"] <= most)
     counts = data["tokens"][:]
@@ -462,6 +470,10 @@ def rows(
         rows=len(packed),
     )
     return packed, found
+
+
+def _problems(data: Dataset) -> list[str]:
+    return [each for each in data[PROBLEM] if each] if PROBLEM in data.column_names else []
 
 
 def first_contents(data: Dataset | IterableDataset, files: Listing | None = None) -> Contents:

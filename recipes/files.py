@@ -21,7 +21,7 @@ import datasets
 import pyarrow.parquet
 from datasets import Dataset, Features, IterableDataset, Value
 
-from recipes.stream import PROBLEM, DataError
+from recipes.stream import PLACE, PROBLEM, DataError
 from rope_ext.errors import RopeExtError, first_line
 
 _COMPRESSED = ".gz"
@@ -173,7 +173,7 @@ def load_files(
     strict: bool,
     convert: Callable[[Entry], str] | None = None,
 ) -> Dataset | IterableDataset:
-    """Load documents in the column ``text``, and reasons in the column ``problem``.
+    """Load documents in the column ``text``, with ``place``, and reasons in the column ``problem``.
 
     Args:
         files: files to read.
@@ -187,7 +187,7 @@ def load_files(
     kind: Any = IterableDataset if streaming else Dataset
     return kind.from_generator(
         _documents,
-        features=Features({"text": Value("string"), PROBLEM: Value("string")}),
+        features=Features({name: Value("string") for name in ("text", PLACE, PROBLEM)}),
         # datasets splits the only list of these: each file is a shard, whose order is shuffled.
         gen_kwargs={"files": states, "column": column, "strict": strict, "convert": convert},
     )
@@ -270,14 +270,14 @@ def _documents(
                     problems.append(str(error))
                     continue
                 read += 1
-                yield {"text": text, PROBLEM: None}
+                yield {"text": text, PLACE: entry.place, PROBLEM: None}
         except UnreadableError as error:
             stop(strict, str(error))
             broken.append(str(error))
         if problems:
             broken.insert(0, _of_rows(problems, read))
         if broken:
-            yield {"text": None, PROBLEM: "; ".join(broken)}
+            yield {"text": None, PLACE: name, PROBLEM: "; ".join(broken)}
         if convert is None and columns and column not in columns:
             raise DataError(
                 f"{name} has no column {column!r} but {', '.join(sorted(columns))}; rename its "

@@ -876,7 +876,7 @@ def read(recipe: Recipe, args: TrainingArguments, plan: Plan) -> Data:
         )
         for part in given
     ]
-    tokenize = [data.tokenization(tokenizer, part.format == CHAT) for part in given]
+    tokenize = [data.tokenization(tokenizer, part.format == CHAT, strict) for part in given]
     held = None
     if args.eval_strategy != "no":
         held_out = texts[0]

@@ -26,9 +26,12 @@ from rope_ext.errors import RopeExtError
 _READ = 16  # documents tokenized at once
 _DRAWN = 1000  # shares of a mixture are exact in every block of this many rows
 PROBLEM = "problem"
-"""Column with the reason why a file could not be read, or None; recipes/files.py."""
+"""Column with the reason why a file or row is left out, or None; recipes/files.py."""
+PLACE = "place"
+"""Column that says where a document is from: its dataset or file, and the line or row in it."""
 SKIPPED: Mapping[str, Any] = {"input_ids": [], "index": -1}
 """Placeholder for a row before the checkpoint, which Trainer skips."""
+_GIVEN = ("text", PLACE)  # columns for what tokenizes
 
 
 class DataError(RopeExtError):
@@ -155,14 +158,15 @@ class Source:
         return kept, True
 
     def _tokenized(self, found: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, np.ndarray]]:
-        """Tokenize documents, and warn of files and rows among them that could not be read."""
-        problems = [row[PROBLEM] for row in found if row.get(PROBLEM)]
+        """Tokenize documents, and warn of files and rows among them that are left out."""
+        tokenized = self.tokenize({name: [row.get(name) for row in found] for name in _GIVEN})
+        given = [row.get(PROBLEM) for row in found]
+        problems = [each for each in (*given, *tokenized.get(PROBLEM, ())) if each]
         for problem in problems[:SHOWN]:
             warnings.warn(f"left out: {problem}", stacklevel=2)
         if len(problems) > SHOWN:
             more = len(problems) - SHOWN
             warnings.warn(f"left out: {more:,} more, of {len(found):,} read", stacklevel=2)
-        tokenized = self.tokenize({"text": [row["text"] for row in found]})
         columns = [name for name in ("input_ids", "scored") if name in tokenized]
         for parts in zip(*(tokenized[name] for name in columns), strict=True):
             arrays = [np.asarray(part, np.int32) for part in parts]

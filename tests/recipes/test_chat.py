@@ -72,9 +72,14 @@ def with_template(folder: Path, template: str) -> Path:
     return folder
 
 
+def batch_of(*rows: dict[str, Any]) -> dict[str, list[str]]:
+    places = [f"row {number}" for number in range(1, len(rows) + 1)]
+    return {"text": [conversation_of(row) for row in rows], "place": places}
+
+
 def tokenized(folder: Path, row: dict[str, Any]) -> tuple[Any, list[int], list[bool]]:
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    found = TokenizeChat(tokenizer)({"text": [conversation_of(row)]})
+    found = TokenizeChat(tokenizer, strict=True)(batch_of(row))
     return tokenizer, found["input_ids"][0], found["scored"][0]
 
 
@@ -340,6 +345,59 @@ def test_late_rows_of_a_saved_dataset_that_are_no_conversations_are_left_out(
         list(read(strict=True))
 
 
+PICKY = PLAIN.replace(
+    "{{ message['content'] }}",
+    "{% if message['content'] != 'unseen' %}{{ message['content'] }}{% endif %}"
+    "{% if loop.previtem and loop.previtem.role == message.role %}{{ raise_exception('twice') }}"
+    "{% endif %}",
+)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("kind", ["jsonl", "saved"])
+def test_late_conversations_that_the_template_rejects_are_left_out(
+    kind: str, streaming: bool, chatting: Path, tmp_path: Path
+) -> None:
+    """Those that it raises an error for, and those whose text it leaves out."""
+    good = {"messages": [USER, ASSISTANT]}
+    twice = {"messages": [USER, USER, ASSISTANT]}
+    unseen = {"messages": [{**USER, "content": "unseen"}, ASSISTANT]}
+    file = tmp_path / f"a.{kind}"
+    tokenizer = AutoTokenizer.from_pretrained(with_template(chatting, PICKY))
+    pack = data.packer("packed", tokenizer, 64, masking=False, most=64, chat=True)
+
+    def save(rows: list[dict]) -> Any:
+        if kind == "jsonl":
+            file.write_text("\n".join(map(json.dumps, rows)))
+        else:
+            shutil.rmtree(file, ignore_errors=True)
+            datasets.Dataset.from_list(rows).save_to_disk(file)
+        return data.documents(str(file), chat=True, streaming=streaming)
+
+    def read(strict: bool) -> Any:
+        tokenize = data.tokenization(tokenizer, chat=True, strict=strict)
+        made, contents = data.rows(conversations, tokenizer, pack, tokenize=tokenize)
+        return list(islice(made, 30)), contents
+
+    conversations = save([*20 * [good], twice, good, unseen, good])
+    assert data.chat_note(conversations, tokenizer) is None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _, contents = read(strict=False)
+    said = [str(one.message).removeprefix("left out: ") for one in caught]
+    if not streaming:
+        assert (contents.documents, contents.duplicates, contents.empty) == (22, 21, 0)
+        said = list(contents.problems)
+    row = "line" if kind == "jsonl" else "row"
+    for number, why in ((21, "(twice)"), (23, "leaves out the text")):
+        assert any(line.startswith(f"{file}, {row} {number}: ") and why in line for line in said)
+    with pytest.raises(data.DataError, match=rf"{row} 21: .*twice.*--bad_files skip"):
+        read(strict=True)
+    for early in (twice, unseen):
+        with pytest.raises(data.DataError, match=re.escape(f"{file}, {row} 3: the chat template")):
+            data.chat_note(save([good, good, early]), tokenizer)
+
+
 LOOP = (
     "{% for i in range(99999) %}" * 4 + "{% if i < 0 %}a{% endif %}" + "{% endfor %}" * 4
 )  # no text
@@ -362,12 +420,12 @@ def test_a_chat_template_that_does_not_end_is_refused(
     monkeypatch.setattr(templates, "SECONDS", 0.5 if "does not end" in HOSTILE[hostile] else 20.0)
     second = "{% if 'seven' in messages[0]['content'] %}"
     with_template(chatting, f"{second}{hostile}{{% endif %}}{MARKED if marked else PLAIN}")
-    tokenize = TokenizeChat(AutoTokenizer.from_pretrained(chatting))
+    fails = HOSTILE[hostile] == "fails"  # an error like any other, which may be of this row alone
+    tokenize = TokenizeChat(AutoTokenizer.from_pretrained(chatting), strict=fails)
     rows = [{"messages": [{**USER, "content": text}, ASSISTANT]} for text in (ASKED, "seven")]
-    texts = [conversation_of(row) for row in rows]
     with pytest.raises(data.DataError, match=HOSTILE[hostile]):
-        tokenize({"text": texts})
-    assert any(tokenize({"text": texts[:1]})["scored"][0])
+        tokenize(batch_of(*rows))
+    assert any(tokenize(batch_of(rows[0]))["scored"][0])
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="its probe runs in this process")
@@ -405,11 +463,11 @@ def test_a_text_that_is_not_unicode_is_tokenized_as_one_that_is(chatting: Path) 
     for half in ("\ud800", "\udc00 \ud83d\ude00"):
         whole = half.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         for row in ({"prompt": "@", "completion": "@"}, {"messages": [USER, ASSISTANT]}):
-            texts = [
-                conversation_of(json.loads(json.dumps(row).replace(ANSWERED, "@").replace("@", x)))
+            both = [
+                json.loads(json.dumps(row).replace(ANSWERED, "@").replace("@", x))
                 for x in (json.dumps(half)[1:-1], whole)
             ]
-            found = TokenizeChat(AutoTokenizer.from_pretrained(chatting))({"text": texts})
+            found = TokenizeChat(AutoTokenizer.from_pretrained(chatting))(batch_of(*both))
             assert found["input_ids"][0] == found["input_ids"][1] and any(found["scored"][0])
 
 

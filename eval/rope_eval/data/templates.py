@@ -38,6 +38,10 @@ class TemplateError(RopeExtError):
     """A chat template fails, or needs more time, memory or text than it may."""
 
 
+class RejectionError(TemplateError):
+    """A chat template raises an error, as it does on purpose for messages that it cannot write."""
+
+
 def render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
     """Return ``messages`` in the chat template of ``tokenizer``, as text.
 
@@ -60,7 +64,8 @@ class Templates:
     this object is deleted. What the function returns must be a JSON value. Where Python cannot fork
     (Windows), the function runs in this process, and only its time is limited.
 
-    A call raises TemplateError if the function raises an error or exceeds a limit.
+    A call raises RejectionError if the function raises an error, and another TemplateError if it
+    exceeds a limit.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -96,7 +101,7 @@ class Templates:
         if kind == _DONE:
             return json.loads(answer)
         if kind == _FAILED:
-            raise TemplateError(f"the chat template fails ({answer})")
+            raise RejectionError(f"the chat template fails ({answer})")
         self.close()
         raise TemplateError(
             f"the chat template needs more than {MOST_MEMORY >> 20} MB, or gives more than "
@@ -110,7 +115,7 @@ class Templates:
         except TemplateError:
             raise
         except Exception as error:  # it is a program, so it may raise any
-            raise TemplateError(f"the chat template fails ({first_line(error)})") from error
+            raise RejectionError(f"the chat template fails ({first_line(error)})") from error
 
 
 def with_limits(model: Any) -> Any:

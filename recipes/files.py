@@ -253,7 +253,7 @@ def _documents(
     strict: bool,
     convert: Callable[[Entry], str] | None,
 ) -> Iterator[dict[str, Any]]:
-    """Yield the documents of files, and for each file what is left out of it, or DataError."""
+    """Yield the documents of files, and for each file what is left out of it; or DataError."""
     for name, *_ in files:
         columns: set[str] = set()
         read = 0
@@ -270,19 +270,21 @@ def _documents(
                     problems.append(str(error))
                     continue
                 read += 1
+                if text is None and column not in columns and convert is None:
+                    continue  # perhaps the whole file has none, which is named below
                 yield {"text": text, PLACE: entry.place, PROBLEM: None}
         except UnreadableError as error:
             stop(strict, str(error))
             broken.append(str(error))
         if problems:
             broken.insert(0, _of_rows(problems, read))
+        if convert is None and columns and column not in columns:
+            # The first rows were checked before: other files have it.
+            missing = f"{name} has no column {column!r} but {', '.join(sorted(columns))}"
+            stop(strict, f"{missing}; rename its own, or give --text_column")
+            broken.append(missing)
         if broken:
             yield {"text": None, PLACE: name, PROBLEM: "; ".join(broken)}
-        if convert is None and columns and column not in columns:
-            raise DataError(
-                f"{name} has no column {column!r} but {', '.join(sorted(columns))}; rename its "
-                f"own, give --text_column, or leave the file out"
-            )
 
 
 def stop(strict: bool, problem: str) -> None:

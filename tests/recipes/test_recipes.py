@@ -83,7 +83,14 @@ def test_files_of_several_kinds_have_one_column(tmp_path: Path) -> None:
     (folder / "a.txt").write_text("one")
     (folder / "b.jsonl").write_text('{"content": "two"}')
     assert sorted(data.documents(str(folder), column="content")["text"]) == ["one", "two"]
-    with pytest.raises(data.DataError, match=r"b.jsonl has no column 'text'"):
+    for streaming in (False, True):
+        rows = list(data.documents(str(folder), streaming=streaming))
+        assert [row["text"] for row in rows] == ["one", None]
+        assert rows[1]["problem"] == f"{folder}/b.jsonl has no column 'text' but content"
+    with pytest.raises(data.DataError, match=r"b.jsonl has no column 'text' .*--bad_files skip"):
+        data.documents(str(folder), strict=True)
+    (folder / "a.txt").unlink()  # all files are as b.jsonl
+    with pytest.raises(data.DataError, match=r"no text column 'text'; .*Text columns: content"):
         data.documents(str(folder))
 
 

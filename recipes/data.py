@@ -396,9 +396,9 @@ def packer(
         chat: pack whole conversations.
     """
     if chat:
-        # Any token fills a row: it has no loss, and all tokens with one come before it.
-        ends = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
-        return Whole(length, next(end for end in ends if end is not None), masking)
+        # Any token fills a row: it has no loss, and all tokens with one come before it. Not the pad
+        # token, for which a model may have no embedding.
+        return Whole(length, tokenizer.eos_token_id or 0, masking)
     if kind == "document":
         return DocumentStart(length, most)
     if kind == "bookended":

@@ -482,6 +482,15 @@ def test_conversations_are_kept_whole_by_hand() -> None:
     assert [row.tolist() for row in found["position_ids"]] == [[0, 1, 2, 3, 0], [0, 1, 2, 0, 1]]
 
 
+def test_rows_are_filled_with_a_token_that_the_model_has(checkpoint: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    tokenizer.add_special_tokens({"pad_token": "<new>"})  # beyond the embeddings
+    for end in ("</s>", None):
+        tokenizer.eos_token = end
+        pack = data.packer("packed", tokenizer, 8, masking=False, most=8, chat=True)
+        assert pack.filler == (tokenizer.eos_token_id if end else 0)
+
+
 def test_packed_conversations_do_not_see_each_other() -> None:
     model = rope_ext.patch(tiny_llama(), "yarn", factor=4)
     conversations = [list(range(3, 43)), list(range(40, 60)), list(range(90, 120))]

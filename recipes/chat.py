@@ -201,8 +201,30 @@ def _messages(row: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
                 f"message {number} of {name} has the unknown role {role!r}{near} known are "
                 f"{', '.join(known)}"
             )
+        if isinstance(message.get("tool_calls"), list):
+            message["tool_calls"] = [_with_arguments(call) for call in message["tool_calls"]]
+        weight = message.get("weight", 1)
+        if weight not in (0, 1):
+            raise _RowError(
+                f"message {number} of {name} has the weight {weight!r}; known are 1, and 0 for an "
+                f"answer without a loss"
+            )
         found.append(message)
     return found
+
+
+def _with_arguments(call: Any) -> Any:
+    """A call of a tool whose arguments are an object, not its JSON as in OpenAI's format."""
+    if not isinstance(call, Mapping):
+        return call
+    if "function" in call:
+        return {**call, "function": _with_arguments(call["function"])}
+    text = call.get("arguments")
+    if isinstance(text, str):
+        with suppress(ValueError):
+            arguments = json.loads(text)
+            return {**call, "arguments": arguments} if isinstance(arguments, dict) else call
+    return call
 
 
 def _tool_calls(text: Any) -> dict[str, Any]:
@@ -422,8 +444,8 @@ class _Conversations:
             return self._marked(messages, options)
         whole = self._rendered(messages, options)
         spans = []
-        for at in range(first, len(messages)):
-            if messages[at]["role"] != "assistant":
+        for at, message in enumerate(messages):
+            if message["role"] != "assistant" or not _is_taught(at, message, first):
                 continue
             span = self._answer(whole, messages[: at + 1], options)
             if span is None:
@@ -464,22 +486,12 @@ class _Conversations:
             )
         options = {**options, "chat_template": template}
         text, spans = self._called(messages, "render_marked", messages, **options)
-        if first:
-            answers = [at for at, each in enumerate(messages) if each["role"] == "assistant"]
-            if len(spans) != len(answers):
-                raise _RejectedError(
-                    f"TRL's template for training marks {len(spans)} answers in "
-                    f"{str(messages[0])[:60]} and what follows, which has {len(answers)}; give "
-                    f"messages instead of prompt and completion"
-                )
-            # Only the completion is trained on, not answers in the prompt.
-            spans = [span for span, at in zip(spans, answers, strict=True) if at >= first]
-        return self._in_spans(text, spans)
+        return self._in_spans(text, _taught(messages, first, spans))
 
     def _marked(self, messages: Any, options: Mapping[str, Any]) -> tuple[list[int], list[bool]]:
         text, spans = self._called(messages, "render_marked", messages, **options)
         _require_written(messages, text)
-        return self._in_spans(text, spans)
+        return self._in_spans(text, _taught(messages, 0, spans))
 
     def _rendered(self, messages: Any, options: Mapping[str, Any], **more: Any) -> str:
         if not messages:  # an answer at the beginning
@@ -523,6 +535,28 @@ class _Conversations:
             for start, end in encoded["offset_mapping"]
         ]
         return list(encoded["input_ids"]), scored
+
+
+def _is_taught(at: int, message: Mapping[str, Any], first: int) -> bool:
+    """Whether an answer has a loss: it is none of the prompt, nor has it the weight 0 (OpenAI)."""
+    return at >= first and message.get("weight") != 0
+
+
+def _taught(
+    messages: Sequence[Mapping[str, Any]], first: int, spans: Sequence[tuple[int, int]]
+) -> Sequence[tuple[int, int]]:
+    """Of the spans that a template marks, those of answers with a loss."""
+    answers = [(at, each) for at, each in enumerate(messages) if each["role"] == "assistant"]
+    taught = [_is_taught(at, each, first) for at, each in answers]
+    if all(taught):
+        return spans
+    if len(spans) != len(answers):
+        raise _RejectedError(
+            f"the chat template marks {len(spans)} answers in {str(messages[0])[:60]} and what "
+            f"follows, which has {len(answers)}, so those without a loss are not known; give "
+            f"messages without weights instead of prompt and completion"
+        )
+    return [span for span, one in zip(spans, taught, strict=True) if one]
 
 
 def _require_written(messages: Sequence[Mapping[str, Any]], text: str) -> None:

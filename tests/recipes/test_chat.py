@@ -207,6 +207,37 @@ def test_a_function_call_of_sharegpt_calls_a_tool(chatting: Path) -> None:
     assert '"name": "add"' in spelled and '"b": null' in spelled and "six" in spelled
 
 
+def test_arguments_of_calls_in_the_format_of_openai_are_objects() -> None:
+    """As templates write them; other texts stay as they are."""
+    for given, expected in (
+        ('{"city": "Bern", "unit": null}', {"city": "Bern", "unit": None}),
+        ({"city": "Bern"}, {"city": "Bern"}),
+        ("Bern", "Bern"),
+        ("[1]", "[1]"),
+    ):
+        function = {"name": "weather", "arguments": given}
+        call = {"role": "assistant", "tool_calls": [{"id": "c1", "function": function}]}
+        [_, found] = json.loads(conversation_of({"messages": [USER, call]}))["messages"]
+        [made] = found["tool_calls"]
+        assert made == {"id": "c1", "function": {"name": "weather", "arguments": expected}}
+
+
+@pytest.mark.parametrize("template", ["plain", "marked", "qwen3"])
+def test_an_answer_of_weight_zero_has_no_loss(template: str, chatting: Path) -> None:
+    templates = {"plain": PLAIN, "marked": MARKED}
+    if template not in templates:  # TRL's for training
+        known = pytest.importorskip("trl.chat_template_utils")
+        templates[template] = known.qwen3_chat_template
+    with_template(chatting, templates[template])
+    wrong = {"role": "assistant", "content": "six", "weight": 0}
+    row = {"messages": [USER, wrong, USER, {**ASSISTANT, "weight": 1}, USER, ASSISTANT]}
+    tokenizer, ids, scored = tokenized(chatting, row)
+    spelled = tokenizer.decode([token for token, one in zip(ids, scored, strict=True) if one])
+    assert spelled.count(ANSWERED) == 2 and "six" not in spelled
+    assert "six" in tokenizer.decode(ids)
+    assert not any(tokenized(chatting, {"messages": [USER, wrong]})[2])
+
+
 def test_system_and_history_come_first() -> None:
     system = {"role": "system", "content": "six"}
     history = {"history": [["a", "b"], ["c", "d"]]}
@@ -284,6 +315,7 @@ def test_conversations_that_cannot_be_used_are_refused(chatting: Path, checkpoin
         ({"prompt": "a", "completion": "b", "system": "c"}, "put it into the prompt"),
         ({"prompt": [USER], "completion": "b"}, "completion is str, and must be a list"),
         ({"messages": [{**USER, "content": nested(600)}]}, "not a conversation"),
+        ({"messages": [USER, {**ASSISTANT, "weight": 0.5}]}, "message 2 .* weight 0.5; known are"),
     ):
         with pytest.raises(data.DataError, match=said):
             conversation_of(row)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from recipes.contents import digest_of
 from recipes.data import Pack, Tokenize
 from recipes.stream import DataError
 from rope_eval.data.prompts import Frame
@@ -25,10 +27,30 @@ _PANELS = {"eval_loss": "cross entropy, nats per token", "eval_passkey": "share 
 _READ = 4  # documents tokenized at once
 
 
-def held_out(
-    documents: Any, tokenizer: Any, *, length: int, rows: int, minimum: int
-) -> tuple[list[dict[str, np.ndarray]], int]:
-    """Make evaluation rows from the first documents, and return how many documents they took.
+@dataclass(frozen=True)
+class HeldOut:
+    """What a run is evaluated on.
+
+    Args:
+        rows: evaluation rows.
+        texts: the documents that they are made of.
+        tokens: tokens of these documents.
+    """
+
+    rows: list[dict[str, np.ndarray]]
+    texts: list[str]
+    tokens: int
+
+    def __str__(self) -> str:
+        used = sum(len(row["input_ids"]) for row in self.rows)
+        return (
+            f"documents held out for evaluation: {len(self.texts):,}, with {self.tokens:,} tokens, "
+            f"of which it uses {used:,}"
+        )
+
+
+def held_out(documents: Any, tokenizer: Any, *, length: int, rows: int, minimum: int) -> HeldOut:
+    """Make evaluation rows from the first documents, and return both.
 
     Args:
         documents: documents in the column ``text``.
@@ -42,19 +64,53 @@ def held_out(
     """
     tokenize = Tokenize(tokenizer)
     kept = []
-    read = 0
+    texts = []
+    size = 0
     for batch in documents.iter(_READ):
         tokens = tokenize({"text": batch["text"]})["input_ids"]
-        for ids in tokens:
-            read += 1
-            kept += [ids] if len(ids) >= max(minimum, 1) else []
-            if sum(map(len, kept)) >= rows * length:
+        for text, ids in zip(batch["text"], tokens, strict=True):
+            if len(ids) < max(minimum, 1):
+                continue
+            kept.append(ids)
+            texts.append(text)
+            size += len(ids)
+            if size >= rows * length:
                 packed = Pack(length)({"input_ids": kept})["input_ids"][:rows]
-                return [{"input_ids": row} for row in packed], read
+                return HeldOut([{"input_ids": row} for row in packed], texts, size)
     raise DataError(
-        f"the data has {sum(map(len, kept))} tokens, not enough for --eval_rows {rows} of "
+        f"the data has {size} tokens, not enough for --eval_rows {rows} of "
         f"{length} tokens; lower --eval_rows or --eval_length, or give another --eval_dataset"
     )
+
+
+def without(documents: Any, texts: Sequence[str]) -> Any:
+    """Return the documents other than these texts, in the same order.
+
+    Raises:
+        DataError: the others have less text, all together.
+    """
+    # Not ``skip``, after which a stream cannot shuffle the order of its files.
+    others = documents.filter(_Others({digest_of(text) for text in texts}), input_columns="text")
+    taken = sum(map(len, texts))
+    left = 0
+    for row in others:
+        left += len(row["text"] or "")
+        if left >= taken:
+            return others
+    raise DataError(
+        f"evaluation takes whole documents, here {len(texts):,} with {taken / (taken + left):.0%} "
+        f"of the text; give --eval_dataset or fewer --eval_rows"
+    )
+
+
+@dataclass(frozen=True)
+class _Others:
+    """Whether a text is none of those with these digests."""
+
+    digests: set[int]
+
+    def __call__(self, text: str | None) -> bool:
+        return digest_of(text or "") not in self.digests
 
 
 def passkeys(tokenizer: Any, length: int, number: int) -> list[Any]:

@@ -838,7 +838,7 @@ class Data:
     rows: Any
     held_out: Any
     contents: tuple[Contents, ...]
-    notes: tuple[str, ...] = ()
+    notes: Sequence[str] = ()
 
 
 def read(recipe: Recipe, args: TrainingArguments, plan: Plan) -> Data:
@@ -877,7 +877,8 @@ def read(recipe: Recipe, args: TrainingArguments, plan: Plan) -> Data:
         for part in given
     ]
     tokenize = [data.tokenization(tokenizer, part.format == CHAT, strict) for part in given]
-    held = None
+    held: evaluation.HeldOut | None = None
+    notes: list[str] = []
     if args.eval_strategy != "no":
         held_out = texts[0]
         if recipe.eval_dataset is not None:
@@ -892,7 +893,7 @@ def read(recipe: Recipe, args: TrainingArguments, plan: Plan) -> Data:
                 strict=strict,
                 option="eval_dataset",
             )
-        held, taken = evaluation.held_out(
+        held = evaluation.held_out(
             held_out,
             tokenizer,
             length=plan.eval_length,
@@ -901,8 +902,10 @@ def read(recipe: Recipe, args: TrainingArguments, plan: Plan) -> Data:
         )
         if recipe.eval_dataset is None:
             # What is evaluated on must not be trained on.
-            texts = [texts[0].skip(taken)]
-    notes = tuple(_chat_notes(given, texts, tokenizer))
+            texts = [evaluation.without(texts[0], held.texts)]
+            notes.append(f"{recipe.dataset}: {held}")
+    notes += _chat_notes(given, texts, tokenizer)
+    evaluated = held.rows if held else None
     minima = [part.minimum_document for part in given]
     if not recipe.datasets:
         rows, found = data.rows(
@@ -914,13 +917,13 @@ def read(recipe: Recipe, args: TrainingArguments, plan: Plan) -> Data:
             files=listings[0],
             tokenize=tokenize[0],
         )
-        return Data(rows, held, (found,), notes)
+        return Data(rows, evaluated, (found,), notes)
     sources = [
         data.source(text, tokenizer, pack, minimum=minimum, seed=args.seed, tokenize=each)
         for text, pack, minimum, each in zip(texts, packs, minima, tokenize, strict=True)
     ]
     mixture = Stream(sources, [part.weight for part in given], args.seed)
-    return Data(mixture, held, tuple(map(data.first_contents, texts, listings)), notes)
+    return Data(mixture, evaluated, tuple(map(data.first_contents, texts, listings)), notes)
 
 
 def _chat_notes(given: Sequence[Any], texts: Sequence[Any], tokenizer: Any) -> Iterator[str]:

@@ -55,6 +55,27 @@ def test_what_is_held_out_is_not_trained_on(
 
     assert not shared(tokens[0])
     assert shared(tokens[1])
+    [note] = read.notes
+    assert f"evaluation: 1, with {len(tokens[0])} tokens, of which it uses 300" in note
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_more_than_half_of_the_data_is_not_held_out(
+    streaming: bool, checkpoint: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "books.jsonl"
+    words = arguments(checkpoint, file, tmp_path / "run", streaming=streaming, **EVALUATED)
+    recipe, args = settings.parse(words)
+    plan = finetune.check(recipe, args)
+    long, short = "one two three four five " * 40, "six seven " * 4
+    for texts, said in (
+        ([long], "here 1 with 100% of the text; give --eval_dataset or fewer --eval_rows"),
+        ([long, long], "here 1 with 100% of the text"),
+        ([long, short], "here 1 with 96% of the text"),
+    ):
+        file.write_text("\n".join(json.dumps({"text": text}) for text in texts))
+        with pytest.raises(data.DataError, match=said):
+            finetune.read(recipe, args, plan)
 
 
 @pytest.mark.slow

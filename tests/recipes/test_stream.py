@@ -14,7 +14,7 @@ from typing import Any
 import datasets
 import pytest
 
-from recipes import data, finetune, settings, stream
+from recipes import data, evaluation, finetune, settings, stream
 from rope_ext import OptionError
 from tests.helpers.recipe_runs import arguments, history
 
@@ -72,7 +72,8 @@ def test_a_stream_goes_on_from_any_row(kind: str, tmp_path: Path) -> None:
     in_memory = kind in ("in memory", "rest")
     documents = numbered(90, 20) if in_memory else folder_of(tmp_path, kind)
     if kind == "rest":  # what held-out documents leave
-        documents = documents.to_iterable_dataset().skip(7)
+        held = documents["text"][:7]
+        documents = evaluation.without(documents.to_iterable_dataset(), held)
 
     def fresh() -> stream.Stream:
         return stream.Stream([made(documents, block=40)], [1.0], seed=0)
@@ -103,6 +104,18 @@ def test_each_pass_has_every_row_once_in_another_order() -> None:
     for each in passes:
         assert sorted(each) == [(i,) * 8 for i in range(60)]
     assert ids(iter(stream.Stream([made(numbered(60, 8), seed=1)], [1.0], seed=1)), 60) != passes[0]
+
+
+def test_files_are_read_in_another_order_in_each_pass(tmp_path: Path) -> None:
+    """Also without the documents that are held out, of which none is read."""
+    documents = folder_of(tmp_path, "jsonl")  # three files of thirty documents
+    held = [row["text"] for row in documents.take(7)]
+    for number, read in ((90, documents), (83, evaluation.without(documents, held))):
+        source = made(read, data.Pack(20), block=1)
+        found = ids(iter(stream.Stream([source], [1.0], seed=0)), 6 * number)
+        passes = [found[i : i + number] for i in range(0, len(found), number)]
+        assert {row[0] for row in found} == set(range(90 - number, 90))
+        assert len({tuple(dict.fromkeys(row[0] // 30 for row in each)) for each in passes}) > 1
 
 
 def test_shares_of_a_mixture_are_exact_in_every_thousand_rows() -> None:

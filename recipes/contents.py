@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 SHOWN = 5  # files or rows that cannot be read, by name
+CODE = ("chat.py", "contents.py", "data.py", "files.py", "stream.py")
+"""Files that make documents, their tokens and rows of them."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +139,20 @@ def beginning_of(parts: Sequence[Any]) -> Contents:
         parts: what identifies it: names and sizes of its files, and its first documents.
     """
     return Contents(digest=hashlib.sha256(repr(list(parts)).encode()).hexdigest()[:16])
+
+
+def code_digest() -> str:
+    """Return a hash of the code that makes documents, their tokens and rows.
+
+    It is among the arguments of what datasets caches, which knows a function by its name alone.
+    """
+    found = hashlib.sha256()
+    for name in CODE:
+        found.update(Path(__file__).with_name(name).read_bytes())
+    for name in ("transformers", "trl"):
+        with suppress(PackageNotFoundError):
+            found.update(f"{name} {version(name)}".encode())
+    return found.hexdigest()[:16]
 
 
 def digest_of(text: str) -> int:

@@ -6,7 +6,7 @@ import math
 import random
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from datasets import Dataset, Features, IterableDataset, List, Value
 
 from recipes.chat import TokenizeChat, Whole, conversation_of, is_conversation, note_of
-from recipes.contents import Contents, beginning_of, contents, digest_of
+from recipes.contents import Contents, beginning_of, code_digest, contents, digest_of
 from recipes.files import (
     Entry,
     Listing,
@@ -107,7 +107,7 @@ def documents(
         return data.map(
             _as_conversation,
             with_indices=True,
-            fn_kwargs={"name": name, "strict": strict},
+            fn_kwargs={"name": name, "strict": strict, "code": code_digest()},
             remove_columns=list(first[0]),
             features=Features({name: Value("string") for name in ("text", PLACE, PROBLEM)}),
         )
@@ -148,7 +148,7 @@ def _row(row: Mapping[str, Any], number: int, name: str) -> Entry:
 
 
 def _as_conversation(
-    row: Mapping[str, Any], number: int, name: str, strict: bool
+    row: Mapping[str, Any], number: int, name: str, strict: bool, code: str
 ) -> dict[str, str | None]:
     entry = _row(row, number, name)
     try:
@@ -192,6 +192,7 @@ class Tokenize:
     """Tokenizes documents, with one start token (if the tokenizer has one) and one end token."""
 
     tokenizer: Any
+    code: str = field(default_factory=code_digest)  # texts of the Hub have it nowhere else
     names = ("input_ids",)
 
     def __call__(self, batch: Mapping[str, Sequence[str]]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ import datasets
 import pyarrow.parquet
 from datasets import Dataset, Features, IterableDataset, Value
 
+from recipes.contents import code_digest
 from recipes.stream import PLACE, PROBLEM, DataError
 from rope_ext.errors import RopeExtError, first_line
 
@@ -182,14 +183,21 @@ def load_files(
         strict: raise an error for a file or a line that cannot be read, instead of leaving it out.
         convert: makes the document from a whole entry, instead of ``column``.
     """
-    # Sizes and times are in the arguments so that datasets does not use what it made of old files.
+    # Sizes, times and code are in the arguments so that datasets does not use what it made of old
+    # files, or by old code.
     states = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     kind: Any = IterableDataset if streaming else Dataset
     return kind.from_generator(
         _documents,
         features=Features({name: Value("string") for name in ("text", PLACE, PROBLEM)}),
         # datasets splits the only list of these: each file is a shard, whose order is shuffled.
-        gen_kwargs={"files": states, "column": column, "strict": strict, "convert": convert},
+        gen_kwargs={
+            "files": states,
+            "column": column,
+            "strict": strict,
+            "convert": convert,
+            "code": code_digest(),
+        },
     )
 
 
@@ -252,6 +260,7 @@ def _documents(
     column: str,
     strict: bool,
     convert: Callable[[Entry], str] | None,
+    code: str,
 ) -> Iterator[dict[str, Any]]:
     """Yield the documents of files, and for each file what is left out of it; or DataError."""
     for name, *_ in files:

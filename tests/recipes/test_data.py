@@ -11,8 +11,9 @@ from pathlib import Path
 
 import datasets
 import pytest
+from transformers import AutoTokenizer
 
-from recipes import data, finetune
+from recipes import contents, data, finetune
 from recipes.files import list_files
 from rope_ext import OptionError
 from tests.helpers.recipe_runs import arguments
@@ -197,6 +198,33 @@ def test_a_run_says_what_it_reads(
         assert f"{name}" in told
     rows = int(told.partition(" rows of 64 tokens")[0].rpartition(" ")[2])
     assert f"{6 / rows:.3g} passes" in told
+
+
+@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize("kind", ["jsonl", "saved"])
+def test_what_other_code_made_is_not_used_again(
+    kind: str, chat: bool, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    row = {"prompt": "one two ", "completion": "three"} if chat else {"text": "one two " * 20}
+    file = tmp_path / f"a.{kind}"
+    if kind == "jsonl":
+        file.write_text(json.dumps(row))
+    else:
+        datasets.Dataset.from_list([row]).save_to_disk(file)
+
+    def cached() -> str:
+        pack = data.packer("packed", tokenizer, 32, masking=False, most=32, chat=chat)
+        tokenize = data.tokenization(tokenizer, chat)
+        rows, _ = data.rows(
+            data.documents(str(file), chat=chat), tokenizer, pack, tokenize=tokenize
+        )
+        return rows.cache_files[0]["filename"]
+
+    before = cached()
+    assert cached() == before
+    monkeypatch.setattr(contents, "CODE", contents.CODE[1:])
+    assert cached() != before
 
 
 @pytest.mark.parametrize("streaming", [False, True])

@@ -117,7 +117,7 @@ def contents(
     above = sizes > longest if longest is not None else np.zeros_like(short)
     filled = texts[sizes > 0]
     return Contents(
-        digest=hashlib.sha256(texts.astype("<i8").tobytes()).hexdigest()[:16],
+        digest=_joined(texts),
         documents=len(filled),
         duplicates=len(filled) - len(np.unique(filled)),
         tokens=int(sizes.sum()),
@@ -130,6 +130,19 @@ def contents(
         rows=rows,
         problems=tuple(problems),
     )
+
+
+def texts_of(digests: Sequence[int]) -> Contents:
+    """Contents of documents that are on disk, and are tokenized during training.
+
+    Args:
+        digests: hash of the text of each document.
+    """
+    return Contents(digest=_joined(np.asarray(digests, np.int64)), documents=len(digests))
+
+
+def _joined(digests: np.ndarray) -> str:
+    return hashlib.sha256(digests.astype("<i8").tobytes()).hexdigest()[:16]
 
 
 def beginning_of(parts: Sequence[Any]) -> Contents:

@@ -6,7 +6,7 @@ import math
 import random
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from datasets import Dataset, Features, IterableDataset, List, Value
 
 from recipes.chat import TokenizeChat, Whole, conversation_of, is_conversation, note_of
-from recipes.contents import Contents, beginning_of, code_digest, contents, digest_of
+from recipes.contents import Contents, beginning_of, code_digest, contents, digest_of, texts_of
 from recipes.files import (
     Entry,
     Listing,
@@ -41,6 +41,7 @@ PYTHON_LIBRARY = "python-library"
 IGNORED = -100  # label without a loss, as in torch and transformers
 _LOOKED_AT = 1024  # most documents sampled from a stream
 _ENOUGH = 16  # long documents after which sampling stops
+_HASHED = 64  # documents hashed at once
 _ROWS = 100  # rows packed at once; on average, half a row is dropped
 
 
@@ -478,17 +479,18 @@ def _problems(data: Dataset) -> list[str]:
 
 
 def first_contents(data: Dataset | IterableDataset, files: Listing | None = None) -> Contents:
-    """Contents of data that is read during training.
+    """Contents of data that is tokenized during training.
 
     Args:
         data: documents in the column ``text``.
         files: its files, if it is local.
     """
-    streamed = data if isinstance(data, IterableDataset) else data.to_iterable_dataset()
-    first = [row["text"] for row in streamed.take(_ENOUGH)]
+    if isinstance(data, Dataset):
+        batches: Any = data.select_columns("text").iter(_HASHED)
+        return texts_of([digest_of(text or "") for batch in batches for text in batch["text"]])
+    first = [row["text"] for row in data.take(_ENOUGH)]
     sizes = [] if files is None else [(file.name, file.stat().st_size) for file in files.files]
-    found = beginning_of([*sizes, *first])
-    return found if isinstance(data, IterableDataset) else replace(found, documents=len(data))
+    return beginning_of([*sizes, *first])
 
 
 def source(

@@ -13,7 +13,7 @@ import datasets
 import pytest
 from transformers import AutoTokenizer
 
-from recipes import contents, data, finetune
+from recipes import contents, data, finetune, settings
 from recipes.files import list_files
 from rope_ext import OptionError
 from tests.helpers.recipe_runs import arguments
@@ -242,3 +242,28 @@ def test_a_run_is_not_resumed_on_other_data(
     documents.write_bytes(texts.read_bytes())
     finetune.main([*words, "--resume_from_checkpoint", "true"])
     assert (run / "checkpoint-2").exists()
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "saved"])
+def test_the_hash_of_a_mixture_covers_every_text(
+    kind: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / f"a.{kind}"
+    words = arguments(checkpoint, file, tmp_path / "run", dataset=None)
+    part = json.dumps({"dataset": str(file), "weight": 1})
+    recipe, args = settings.parse([*words, "--datasets", part])
+    plan = finetune.check(recipe, args)
+
+    def digest(texts: list[str]) -> str:
+        if kind == "jsonl":
+            file.write_text("\n".join(json.dumps({"text": text}) for text in texts))
+        else:
+            shutil.rmtree(file, ignore_errors=True)
+            datasets.Dataset.from_dict({"text": texts}).save_to_disk(file)
+        [contents] = finetune.read(recipe, args, plan).contents
+        assert contents.documents == len(texts)
+        return contents.digest
+
+    texts = [f"one two three {number} " * 9 for number in range(40)]
+    changed = [*texts[:30], texts[30].replace("one", "six"), *texts[31:]]
+    assert digest(texts) == digest(texts) != digest(changed)

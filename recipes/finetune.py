@@ -146,7 +146,7 @@ def check(recipe: Recipe, args: Any, mistakes: Mistakes | None = None) -> Plan:
     """
     mistakes = Mistakes() if mistakes is None else mistakes
     with mistakes.collected():
-        check_processes(args.world_size)
+        check_processes(args.world_size, getattr(args, "n_gpu", 1))
     check_together(recipe, args, mistakes)
     with mistakes.collected():
         check_output(recipe, args)

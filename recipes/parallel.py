@@ -60,15 +60,21 @@ def _sizes(given: ParallelismConfig | None) -> tuple[int, int]:
     return given.cp_size or 1, getattr(given, "sp_size", 1)
 
 
-def check_processes(known: int) -> None:
-    """Refuse processes that would each train separately.
+def check_processes(known: int, devices: int = 1) -> None:
+    """Refuse processes that would each train separately, and one process on several GPUs.
 
     Args:
         known: number of processes in accelerate's process group.
+        devices: number of GPUs that Trainer would use in this process.
 
     Raises:
-        OptionError: more were launched.
+        OptionError: more processes were launched, or the process has several GPUs.
     """
+    if devices > 1:  # Trainer would multiply rows, and in 4 bits also gradients, by their number
+        raise OptionError(
+            f"{devices} GPUs are visible to one process; set CUDA_VISIBLE_DEVICES=0, or launch "
+            f"with recipes/accelerate/ddp.yaml and --num_processes {devices}"
+        )
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if known < launched:
         raise OptionError(

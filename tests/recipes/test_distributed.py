@@ -6,9 +6,11 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from transformers import TrainingArguments
 
 from recipes.parallel import check_parallelism
 from rope_ext import OptionError
@@ -23,6 +25,14 @@ def test_methods_that_need_the_whole_sequence_are_refused_in_shards() -> None:
         with pytest.raises(OptionError, match=f"{name}.*{said}"):
             check_parallelism(build_method(name, factor=4), tiny_llama().config, cp_size=4)
     check_parallelism(build_method("yarn", factor=4), tiny_llama().config, cp_size=4, length=256)
+
+
+def test_one_process_on_several_gpus_is_refused(
+    refused: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trainer would take more rows in a step than the recipe says."""
+    monkeypatch.setattr(TrainingArguments, "n_gpu", 2)
+    refused("2 GPUs are visible.*CUDA_VISIBLE_DEVICES=0.*ddp.yaml", use_cpu=False)
 
 
 def torchrun(script: Path, *arguments: object) -> None:

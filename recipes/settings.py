@@ -32,7 +32,7 @@ from recipes.checks import (
     unusable_optimizer,
 )
 from recipes.data import PYTHON_LIBRARY
-from recipes.parallel import sharded_by
+from recipes.parallel import context_parallel_size, sharded_by
 from recipes.shapes import config_of
 from rope_eval.plots.style import require_matplotlib
 from rope_eval.reports.calibration import Calibration
@@ -305,12 +305,14 @@ def derive(values: dict[str, Any], typed: set[str]) -> None:
             raise OptionError(
                 "--rows_per_step and --gradient_accumulation_steps set the same; give one of them"
             )
-        world = int(os.environ.get("WORLD_SIZE", "1"))
+        # Devices that share a row take it together; accelerate refuses fewer than share one.
+        world = max(1, int(os.environ.get("WORLD_SIZE", "1")) // context_parallel_size())
         each = world * values["per_device_train_batch_size"]
         if rows < 1 or rows % each:
             raise OptionError(
                 f"--rows_per_step {rows} must be a multiple of the {each} rows that all devices "
-                f"take at once (devices times --per_device_train_batch_size)"
+                f"take at once (devices, or groups of them that share a row, times "
+                f"--per_device_train_batch_size)"
             )
         values["gradient_accumulation_steps"] = rows // each
     if target is None:

@@ -43,6 +43,25 @@ def test_two_processes_train_as_one(
     assert expected[0, 0] > expected[-1, 0]  # it learns
 
 
+@pytest.mark.parametrize(("sp_size", "steps"), [(8, 16), (4, 8)])
+def test_devices_that_share_a_row_count_once_in_the_rows_of_a_step(
+    sp_size: int, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As accelerate launch sets them for eight devices with ulysses.yaml.
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    monkeypatch.setenv("PARALLELISM_CONFIG_SP_SIZE", str(sp_size))
+    monkeypatch.setenv("PARALLELISM_CONFIG_SP_BACKEND", "deepspeed")
+    values: dict[str, object] = {
+        "rows_per_step": 16,
+        "target_length": None,
+        "gradient_accumulation_steps": 1,
+        "per_device_train_batch_size": 1,
+    }
+    settings.derive(values, set())
+    assert values["gradient_accumulation_steps"] == steps
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [

@@ -67,6 +67,7 @@ LONG_ROWS = ("consecutive", "mixed_windows")
 _LONGEST_ROW = 8192
 """Tokens of a row if only ``target_length`` is given: PoSE needs no more."""
 _MOST_BYTES = 2**20  # of a recipe
+_READING = 24 * 60 * 60  # seconds that processes wait while the first one reads the data
 # A byte per pair of tokens: torch's masks are bool.
 _LARGEST_MASK = 2**30  # bytes; the mask of a row of 32768 tokens
 SETTINGS = "recipe.json"
@@ -262,6 +263,7 @@ def read_settings(argv: Sequence[str], mistakes: Mistakes) -> tuple[Recipe, Any]
     kinds = [DataClassType(kind) for kind in (Recipe, TrainingArguments)]
     parser = _Parser(kinds, allow_abbrev=False)
     parser.add_argument("--config", help="YAML file with any of these settings.")
+    parser.set_defaults(ddp_timeout=_READING)
     names = {action.dest for action in parser._actions} - {"help", "config"}
     # A first pass for --config alone; the second one reads its words before those of the command
     # line, which therefore win.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from datetime import timedelta
 from itertools import islice
 from pathlib import Path
 
@@ -317,6 +318,12 @@ def test_the_command_line_is_over_the_file(tmp_path: Path) -> None:
     assert recipe.lora_target == ["a", "b"]
     assert recipe.attn is None
     assert settings.method_of(recipe) == rope_ext.YaRN(factor=8, beta_fast=16)
+
+
+def test_processes_wait_for_a_day_until_the_data_are_read(tmp_path: Path) -> None:
+    for words, seconds in (([], 24 * 60 * 60), (["--ddp_timeout", "60"], 60)):
+        _, args = settings.parse([*words, "--output_dir", str(tmp_path / "run")])
+        assert args.ddp_timeout_delta == timedelta(seconds=seconds)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import contextlib
 import copy
 import itertools
 import json
+import math
 import re
 import sys
 import time
@@ -83,6 +84,7 @@ from recipes.settings import (
     write_settings,
 )
 from recipes.stream import Stream
+from recipes.vocabulary import Embedded, Vocabulary
 from rope_eval.folder import lock
 from rope_ext.command.terminal import first_process, show, stoppable, tell, tell_next, unused
 from rope_ext.config.nested import text_of
@@ -119,6 +121,7 @@ class Plan:
     Args:
         config: configuration of the model.
         tokenizer: tokenizer of the model.
+        vocabulary: which of its tokens the model has an embedding of.
         trained: context length before training, tokens.
         target: context length after training, tokens.
         eval_length: length of evaluation rows and passkey prompts, tokens.
@@ -127,6 +130,7 @@ class Plan:
 
     config: Any
     tokenizer: Any
+    vocabulary: Vocabulary
     trained: int
     target: int
     eval_length: int
@@ -154,10 +158,14 @@ def check(recipe: Recipe, args: Any, mistakes: Mistakes | None = None) -> Plan:
         _check_places(recipe, args)
     config = None
     tokenizer = None
+    vocabulary = Vocabulary(None, math.inf)
     if recipe.model is not None:
         with mistakes.collected():
             config = load_config(recipe.model)
             tokenizer = load_tokenizer(recipe.model)
+            embeddings = getattr(text_of(config), "vocab_size", math.inf)
+            vocabulary = Vocabulary(tokenizer, embeddings)
+            vocabulary.require_written(uses_chat(recipe))
     # Building a model would report the same mistakes again, in transformers' words.
     buildable = not mistakes
     trained = 0
@@ -185,6 +193,7 @@ def check(recipe: Recipe, args: Any, mistakes: Mistakes | None = None) -> Plan:
     return Plan(
         config=config,
         tokenizer=tokenizer,
+        vocabulary=vocabulary,
         trained=trained,
         target=target,
         eval_length=length,
@@ -1011,6 +1020,9 @@ def prepare(argv: Sequence[str] | None = None) -> Settings:
     plan = check(recipe, args, mistakes)
     if args.should_log:
         warn_of_launch(args)
+    note = plan.vocabulary.note()
+    if note is not None:
+        tell(f"note: {note}", "yellow")
     return recipe, args, plan
 
 
@@ -1062,7 +1074,7 @@ def _train(recipe: Recipe, args: TrainingArguments, plan: Plan, found: Data) -> 
         recipe,
         model,
         args,
-        data_collator=steps.collator,
+        data_collator=Embedded(steps.collator, plan.vocabulary),
         train_dataset=rows,
         eval_dataset=found.held_out,
         processing_class=plan.tokenizer,

@@ -202,7 +202,7 @@ class Recipe:
     )
     eval_passkeys: int = _option(10, "Number of passkeys to evaluate; 0 disables them.")
 
-    lora_r: int = _option(8, "Rank of LoRA; 0 trains all weights.")
+    lora_r: int = _option(8, "Rank of LoRA; 0 trains all weights, in float32.")
     lora_alpha: int = _option(16, "LoRA scaling: the update is multiplied by lora_alpha / lora_r.")
     lora_dropout: float = _option(0.0, "Dropout before LoRA.")
     lora_target: list[str] = field(
@@ -515,6 +515,11 @@ def _of_lora(recipe: Recipe, args: Any) -> Iterator[str]:
         yield (
             "--dtype bfloat16 keeps frozen weights in bfloat16 and trained ones in float32, which "
             "needs autocast; also give --bf16 true, or give --dtype float32"
+        )
+    if recipe.dtype == "bfloat16" and not recipe.lora_r:
+        yield (
+            "--lora_r 0 trains all weights, and in --dtype bfloat16 most updates would be rounded "
+            "away; give --dtype float32, with --bf16 true to compute in bfloat16"
         )
     yield from _of_quantization(recipe)
     yield from _of_lora_options(recipe)

@@ -385,6 +385,7 @@ REFUSED = [
     ({"lora_r": 0, "quantize": True}, "--quantize needs LoRA"),
     ({"lora_target": "none"}, "--method yarn learns nothing; give --method_options .*ssmax"),
     ({"dtype": "bfloat16"}, "--bf16 true"),
+    ({"dtype": "bfloat16", "bf16": True, "lora_r": 0}, "trains all weights.*--dtype float32"),
     ({"streaming": True, "max_steps": None}, "set --max_steps"),
     ({"eval_strategy": "steps", "eval_length": 20}, r"passkey prompt needs \d+ tokens, and eval"),
     (

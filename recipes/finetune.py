@@ -14,6 +14,7 @@ import copy
 import itertools
 import json
 import math
+import os
 import re
 import sys
 import time
@@ -85,7 +86,7 @@ from recipes.settings import (
 )
 from recipes.stream import Stream
 from recipes.vocabulary import Embedded, Vocabulary
-from rope_eval.folder import lock
+from rope_eval.folder import HIDDEN, lock
 from rope_ext.command.terminal import first_process, show, stoppable, tell, tell_next, unused
 from rope_ext.config.nested import text_of
 from rope_ext.encodings import Encoding
@@ -126,6 +127,7 @@ class Plan:
         target: context length after training, tokens.
         eval_length: length of evaluation rows and passkey prompts, tokens.
         passkeys: passkey prompts to evaluate.
+        resume: ``--resume_from_checkpoint`` as it was given.
     """
 
     config: Any
@@ -135,6 +137,7 @@ class Plan:
     target: int
     eval_length: int
     passkeys: list[Any]
+    resume: str | None
 
 
 def check(recipe: Recipe, args: Any, mistakes: Mistakes | None = None) -> Plan:
@@ -149,6 +152,7 @@ def check(recipe: Recipe, args: Any, mistakes: Mistakes | None = None) -> Plan:
         RopeExtError: lists all settings that are missing, unknown or incompatible.
     """
     mistakes = Mistakes() if mistakes is None else mistakes
+    resume = args.resume_from_checkpoint  # which check_output replaces by a path
     with mistakes.collected():
         check_processes(args.world_size, getattr(args, "n_gpu", 1))
     check_together(recipe, args, mistakes)
@@ -198,6 +202,7 @@ def check(recipe: Recipe, args: Any, mistakes: Mistakes | None = None) -> Plan:
         target=target,
         eval_length=length,
         passkeys=cases,
+        resume=resume,
     )
 
 
@@ -1035,26 +1040,44 @@ def run(recipe: Recipe, args: TrainingArguments, plan: Plan) -> None:
 
     Raises:
         MeasureError: another run is in it.
+        OptionError: another run has written into it since the settings were checked.
     """
-    checkpoint = finished(args)
-    if checkpoint is not None:
-        if args.should_save:
-            save_from(checkpoint, output_of(args))
-        show(f"{args.output_dir}: training is finished; it contains {checkpoint.name}'s model")
-        tell_next(next_command(recipe, args, plan))
-        return
+    with contextlib.ExitStack() as held:
+        # The first process locks for all, before the others look into the directory.
+        with args.main_process_first(local=False, desc="locking the output directory"):
+            if first_process():
+                held.enter_context(_locked(output_of(args).resolve()))
+            args.resume_from_checkpoint = plan.resume
+            check_output(recipe, args)
+        checkpoint = finished(args)
+        if checkpoint is None:
+            _train(recipe, args, plan, found=_read(recipe, args, plan))
+        else:
+            if args.should_save:
+                save_from(checkpoint, output_of(args))
+            show(f"{args.output_dir}: training is finished; it contains {checkpoint.name}'s model")
+    tell_next(next_command(recipe, args, plan))
+
+
+def _locked(folder: Path) -> contextlib.AbstractContextManager[None]:
+    """Lock a directory for this run, even if it does not exist yet."""
+    # Next to it, since it may be uploaded; but what a container has mounted has no such place.
+    hidden = folder.parent / HIDDEN
+    there = next(path for path in (hidden, *hidden.parents) if path.exists())
+    beside = os.access(there, os.W_OK) and not os.path.ismount(folder)
+    place, name = (folder.parent, folder.name) if beside else (folder, "")
+    # Some clusters have file systems without locks: continue there.
+    return lock(place, name, option="--output_dir", required=False)
+
+
+def _read(recipe: Recipe, args: TrainingArguments, plan: Plan) -> Data:
+    """Read the data, say what they contain, and check that a resumed run had the same."""
     # The others then find what datasets has cached.
     with args.main_process_first(desc="reading the data"):
         found = read(recipe, args, plan)
     tell_contents(recipe, args, found)
     check_data(args, [each.digest for each in found.contents], template_of(recipe, plan))
-    # The first process locks for all, next to the directory, which may be uploaded. Some clusters
-    # have file systems without locks: continue there.
-    folder = output_of(args).resolve()
-    alone = lock(folder.parent, folder.name, option="--output_dir", required=False)
-    with alone if first_process() else contextlib.nullcontext():
-        _train(recipe, args, plan, found=found)
-    tell_next(next_command(recipe, args, plan))
+    return found
 
 
 def _train(recipe: Recipe, args: TrainingArguments, plan: Plan, found: Data) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import shutil
 from collections.abc import Callable
 from datetime import timedelta
 from itertools import islice
@@ -22,7 +24,7 @@ import rope_ext
 from recipes import data, finetune, merge, positions, settings
 from recipes.loss import ChunkedLoss, WeightedLoss
 from rope_ext import OptionError
-from rope_ext.errors import UnsupportedModelError
+from rope_ext.errors import MeasureError, UnsupportedModelError
 from rope_ext.position.learned import learned
 from tests.helpers.checkpoint import TRAINED, save_config
 from tests.helpers.models import tiny_llama
@@ -457,6 +459,53 @@ def test_a_run_and_what_it_leaves(
     (run / "checkpoint-9").mkdir()  # begun when the run was killed
     with pytest.raises(OptionError, match="checkpoint-2"):
         finetune.main(words)
+
+
+def test_a_run_that_ended_meanwhile_is_not_written_over(
+    checkpoint: Path, texts: Path, tmp_path: Path
+) -> None:
+    words = arguments(checkpoint, texts, tmp_path / "run", save_steps=1)
+    resume = [*words, "--resume_from_checkpoint", "true"]
+    first, second = finetune.prepare(words), finetune.prepare(words)
+    finetune.run(*first)
+    with pytest.raises(OptionError, match=r"results of a run.*checkpoint-2"):
+        finetune.run(*second)
+    shutil.rmtree(tmp_path / "run" / "checkpoint-2")
+    first, second = finetune.prepare(resume), finetune.prepare(resume)
+    finetune.run(*first)
+    finetune.run(*second)
+    assert second[1].resume_from_checkpoint == str(tmp_path / "run" / "checkpoint-2")
+
+
+@pytest.mark.parametrize("place", ["beside", "read-only", "mounted"])
+def test_one_run_at_a_time_is_in_a_directory(
+    place: str,
+    checkpoint: Path,
+    texts: Path,
+    tmp_path: Path,
+    weights: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A second one ends before it reads the data."""
+    run = tmp_path / "run"
+    run.mkdir()
+    if place == "read-only":  # to root, nothing is
+        monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
+    if place == "mounted":
+        monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == run)
+    settings = finetune.prepare(arguments(checkpoint, texts, run))
+    tried = []
+
+    def read(*given: object) -> None:
+        tried.append(given)
+        finetune.run(*settings)  # a second one
+
+    monkeypatch.setattr(finetune, "read", read)
+    with pytest.raises(MeasureError, match="run is in use by another run"):
+        finetune.run(*settings)
+    assert len(tried) == 1
+    assert (run / ".rope-ext").exists() == (place != "beside")
+    assert (tmp_path / ".rope-ext").exists() == (place == "beside")
 
 
 @pytest.mark.parametrize("name", ["true", "checkpoint-1"])

@@ -41,13 +41,12 @@ class Vocabulary:
     def require_written(self, chat: bool) -> None:
         """Raise OptionError if a token that is written into rows of any text has no embedding.
 
-        ``chat``: rows are conversations, with tokens of the chat template and of padding.
+        ``chat``: rows are conversations, with tokens of the chat template.
         """
         ids = {*beginning(self.tokenizer), self.tokenizer.eos_token_id}
         if chat:
             template = str(self.tokenizer.chat_template)
             ids |= {id for id, token in self.beyond.items() if token in template}
-            ids.add(self.tokenizer.pad_token_id)  # fills rows
         missing = {id: token for id, token in self.beyond.items() if id in ids}
         if missing:
             raise OptionError(

@@ -52,7 +52,6 @@ def test_tokens_that_no_row_has_are_noted(
     ("special", "template", "token"),
     [
         ({"eos_token": "<end>"}, None, "<end>"),
-        ({"pad_token": "<pad>"}, CHATML.replace("<|im_start|>", ""), "<pad>"),
         ({}, CHATML, "<|im_start|>"),
     ],
 )

@@ -155,8 +155,9 @@ def nowhere(path: str) -> str:
 
 
 def is_path(name: str) -> bool:
-    """Whether a name can only be a path: Hub IDs are NAME or OWNER/NAME."""
-    return name[:1] in ("", ".", "/", "~") or name.endswith("/") or name.count("/") > 1
+    """Whether a name can only be a path: Hub IDs are NAME or OWNER/NAME, or with /FILE.gguf."""
+    most = 2 if name.endswith(".gguf") else 1
+    return name[:1] in ("", ".", "/", "~") or name.endswith("/") or name.count("/") > most
 
 
 def first_line(error: Exception) -> str:

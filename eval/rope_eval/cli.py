@@ -26,7 +26,7 @@ from rope_ext.command.cli_arguments import (
     command,
 )
 from rope_ext.command.terminal import show, stoppable, tell, tell_next, unused
-from rope_ext.errors import MeasureError, OptionError, RopeExtError, first_line
+from rope_ext.errors import ExportError, MeasureError, OptionError, RopeExtError, first_line
 from rope_ext.quoting import shell_join
 
 if TYPE_CHECKING:
@@ -230,6 +230,7 @@ def verify(
 
     import rope_ext
     from rope_eval.engines import verifying
+    from rope_ext.engines.llama_cpp import already_scaled
     from rope_ext.saving.checkpoints import load_config
     from rope_ext.saving.drafts import may_replace
 
@@ -240,12 +241,13 @@ def verify(
     _require_one_place(run_by, url, write)
     method = patch_options.build()
     arguments = patch_options.arguments()
-    miniature = verifying.Miniature.from_config(
-        load_config(patch_options.model), method, **arguments
-    )
+    config = load_config(patch_options.model)
+    miniature = verifying.Miniature.from_config(config, method, **arguments)
     if write is not None:
         _write_miniature(patch_options, miniature, write, server=engine, length=length)
         return
+    if run_by == "llama.cpp" and (reason := already_scaled(config)) is not None:
+        raise ExportError(f"llama.cpp cannot run this patch: {reason}")
     if json is not None:
         begun = json.exists() and not json.stat().st_size  # by a run that was killed
         if not (begun or may_replace(json, '"program": "rope_ext"')):

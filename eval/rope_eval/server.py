@@ -54,7 +54,7 @@ class RequestError(MeasureError):
     """A request without a usable answer.
 
     ``hopeless``: every other request would fail, too. ``passing``: it may succeed if repeated,
-    after ``delay`` seconds if the server asked for them.
+    after ``delay`` seconds if the server asked for them. ``status`` is that of the answer.
     """
 
     def __init__(
@@ -63,11 +63,13 @@ class RequestError(MeasureError):
         hopeless: bool = False,
         passing: bool = False,
         delay: float | None = None,
+        status: int | None = None,
     ) -> None:
         super().__init__(reason)
         self.hopeless = hopeless
         self.passing = passing
         self.delay = delay
+        self.status = status
 
 
 def shown_url(url: str) -> str:
@@ -190,6 +192,7 @@ class Client:
             hopeless=status in _HOPELESS,
             passing=status in _REPEATED or status >= 500,
             delay=_asked_delay(error.headers),
+            status=status,
         )
 
     def _quoted(self, text: str) -> str:

@@ -342,7 +342,7 @@ def _case(
         if site.rope_type in ("yarn", "dynamic"):
             factor = factor_to(target, not_none(site.settings.length))
             raised = build_method(METHODS[site.rope_type], factor=factor)
-    elif not finetune and length is None:
+    elif not finetune and length is None and use == "text":  # published for chat models
         own = (r for r in _RECIPES if kind in r.model_types and configured in r.configured)
         recipe = next((r for r in own if target <= r.factor * r.trained), None)
     if recipe is not None and recipe.trained != configured:

@@ -6,7 +6,11 @@ vLLM and SGLang take its fields on the command line, transformers and mlx-lm in 
 import json
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, NamedTuple, cast
+
+from transformers import PreTrainedConfig
 
 from rope_ext.config.nested import text_of
 from rope_ext.config.record import FIELD
@@ -40,6 +44,8 @@ SGLANG_VERSIONS = ("0.5.23",)
 SGLANG_BACKEND = "rope_ext"
 """Name of the attention backend of its plugin."""
 
+_SENTENCES = "sentence_bert_config.json"
+_WINDOWS = ("sliding_window", "use_sliding_window", "layer_types")
 POOLING_FAMILIES = ("modernbert", "gemma3_text", "llama", "qwen3")
 """Families that read in both directions, whose hidden states vLLM computes like transformers."""
 
@@ -190,7 +196,24 @@ def _pooling(state: Patch, saved: Saved | None) -> Export:
         raise Refusal(f"heads such as {named} have not been tested; export the AutoModel without")
     if not state.saved.native:
         raise Refusal("no rope_type builds these frequencies")
+    folder = saved.name if saved is not None else state.model.config.name_or_path
+    limit = _limit_of_texts(folder)
+    if limit is not None and limit < state.target_length:
+        raise Refusal(
+            f"{folder}/{_SENTENCES} limits texts to {limit} tokens, which vLLM puts above "
+            f"--max-model-len; save the patched model to another folder, and export that one"
+        )
     return _by_fields(_POOLING, state, saved, family=Family(kind))
+
+
+def _limit_of_texts(folder: str) -> int | None:
+    """Return the longest text in tokens that a folder of sentence-transformers allows, if any."""
+    file = Path(folder, _SENTENCES)
+    with suppress(OSError, ValueError):
+        found = json.loads(file.read_text(encoding="utf-8"))
+        limit = found.get("max_seq_length") if isinstance(found, Mapping) else None
+        return limit if type(limit) is int else None
+    return None
 
 
 def _by_plugin(server: _Server, state: Patch, saved: Saved | None) -> Export:
@@ -201,7 +224,7 @@ def _by_plugin(server: _Server, state: Patch, saved: Saved | None) -> Export:
     if saved is not None and FIELD in saved.config.to_dict():
         notes = ("config.json says the rest", server.draft)
         return server.export(base.folder_of(saved), {}, *notes)
-    fields = {**state.saved.values, FIELD: state.record.to_json()}
+    fields = {**state.saved.values, **_windows(state), FIELD: state.record.to_json()}
     settings = {server.fields: fields, server.length: state.target_length}
     return server.export(state.model.config.name_or_path or "MODEL", settings, server.draft)
 
@@ -220,10 +243,28 @@ def _by_fields(
             notes = [*notes, _DRAFT_BESIDE]
         name = base.folder_of(saved)
         needed = server is _SGLANG or _multiplies_length(config.rope_parameters)
+        # Of such a family, vLLM serves the trained length of a ``longrope`` unless it is told.
+        needed |= getattr(config, "original_max_position_embeddings", None) is not None
         settings = {server.length: state.target_length} if needed else {}
     else:
         notes = [*notes, server.draft]
     return server.export(name, settings, *notes)
+
+
+def _windows(state: Patch) -> dict[str, Any]:
+    """Return how the windows of layers were changed since the checkpoint was loaded."""
+    own = text_config(state.decoder)
+    name = state.model.config.name_or_path
+    if not name:
+        return {}
+    try:
+        # What the engine reads: the file that this model was loaded from, on disk or cached.
+        loaded, _ = PreTrainedConfig.get_config_dict(name, local_files_only=True)
+    except (OSError, ValueError):
+        return {}
+    loaded = loaded.get("text_config") or loaded
+    now = {field: getattr(own, field, None) for field in _WINDOWS if field in loaded}
+    return {field: value for field, value in now.items() if value != loaded[field]}
 
 
 def _multiplies_length(parameters: Mapping[str, Any]) -> bool:
@@ -251,6 +292,7 @@ def overrides(state: Patch, engine: str, family: Family | None = None) -> dict[s
     else:
         parameters = _named(parameters, family)
     fields = {"rope_parameters": parameters, "max_position_embeddings": state.target_length}
+    fields |= _windows(state)
     if family.own_share and "partial_rotary_factor" in parameters:
         fields["partial_rotary_factor"] = parameters["partial_rotary_factor"]
     if engine == "vllm" and "llama_4_scaling_beta" in parameters:  # models/mistral.py, line 106

@@ -238,6 +238,8 @@ def _reaching(factor: float, length: int) -> float:
 
 def llama_cpp(state: Patch, saved: Saved | None) -> Export:
     """Return flags of ``llama-server``, or the command that writes a file for it."""
+    if (reason := already_scaled(state.model.config)) is not None:
+        raise Refusal(reason)
     plan = planned(state, in_file=saved is not None)
     source, output, before, named = _writing(state, saved)
     notes = ["as llama.cpp computes it at commit 0c1e57098", *base.precise_note(state), *plan.notes]
@@ -260,13 +262,15 @@ def llama_cpp(state: Patch, saved: Saved | None) -> Export:
 
 def ollama(state: Patch, saved: Saved | None) -> Export:
     """Return a Modelfile, and the command that writes its GGUF file."""
+    if (reason := already_scaled(state.model.config)) is not None:
+        raise Refusal(reason)
     plan = planned(state, in_file=True)
     if any("-beta-" in flag for flag in plan.flags):
         raise Refusal(
             "beta_fast and beta_slow are flags of llama.cpp without keys in the file, and it "
             "accepts no flags"
         )
-    _, output, before, named = _writing(state, saved)
+    _, output, before, named = _writing(state, saved, absolute=True)  # it runs elsewhere
     file = f"FROM ./{output}\nPARAMETER num_ctx {state.target_length}\n"
     note = "tested with the llama.cpp that Ollama runs, not with Ollama itself"
     notes = (*named, "run it where the Modelfile is", note, *base.precise_note(state))
@@ -289,7 +293,21 @@ def _is_saved_patch(folder: str) -> bool:
     return False
 
 
-def _writing(state: Patch, saved: Saved | None) -> tuple[str, str, str, tuple[str, ...]]:
+def already_scaled(config: Any) -> str | None:
+    """Return why a patch of a model from a GGUF file is not all that llama.cpp would apply."""
+    file = gguf_source.file_of(config)
+    found = gguf_source.read_scaling(file) if file is not None and Path(file).is_file() else None
+    if found is None:
+        return None
+    return (
+        f"{file} scales its rotary embedding already ({found.text}); give the file of the unscaled "
+        f"model"
+    )
+
+
+def _writing(
+    state: Patch, saved: Saved | None, absolute: bool = False
+) -> tuple[str, str, str, tuple[str, ...]]:
     """Return the unpatched and patched GGUF file, the command that writes it, and a note."""
     source = "MODEL.gguf"
     output = "MODEL-long.gguf"
@@ -303,7 +321,7 @@ def _writing(state: Patch, saved: Saved | None) -> tuple[str, str, str, tuple[st
     elif file is not None:
         stem = Path(file).stem
         # A Modelfile has no way to quote a line break.
-        source = file
+        source = str(Path(file).absolute()) if absolute and Path(file).exists() else file
         output = f"{stem if stem.isprintable() else 'MODEL'}-long.gguf"
         notes = ()
     method = state.record.method
@@ -319,7 +337,9 @@ def _writing(state: Patch, saved: Saved | None) -> tuple[str, str, str, tuple[st
             "gguf", source, **patch_options, trained_length=state.length, output=output
         )
     else:
-        words = ["rope-ext", "gguf", base.folder_of(saved), source, "--output", output]
+        folder = base.folder_of(saved)
+        folder = str(Path(folder).absolute()) if absolute and Path(folder).exists() else folder
+        words = ["rope-ext", "gguf", folder, source, "--output", output]
     return source, output, shell_join(words), notes
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 from transformers import PhiConfig, PhiForCausalLM
 
 import rope_ext
+from tests.families.zoo import tiny_model, tiny_of
 from tests.helpers.encodings import parameters
 from tests.helpers.models import LENGTH
 from tests.helpers.positions import logits
@@ -45,6 +47,20 @@ def rotates_constants(layers: int = 1) -> PhiForCausalLM:
                 weight[:, : 2 * PAIRS] = 0
                 constant[:, : 2 * PAIRS] = torch.randn(HEADS, 2 * PAIRS)
     return model
+
+
+@pytest.mark.parametrize("family", ["eurobert", "mistral"])
+def test_layers_that_see_otherwise_are_refused(text, family: str) -> None:
+    """Both directions, or a window: with all queries at one position, a fit would make it worse."""
+    if family == "eurobert":
+        model: torch.nn.Module = tiny_of(transformers.EuroBertModel)
+    else:
+        model = tiny_model(family, sliding_window=32)
+    rope_ext.patch(model, "shaw", sliding_layers="scale")
+    before = {name: value.clone() for name, value in model.named_parameters()}
+    with pytest.raises(rope_ext.OptionError, match="all earlier tokens and no later ones"):
+        rope_ext.fit(model, text)
+    assert all(torch.equal(value, before[name]) for name, value in model.named_parameters())
 
 
 def test_a_model_begins_closer_to_the_original(text) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import rope_ext
@@ -117,6 +117,34 @@ def test_flags_and_keys_of_llama_cpp_say_the_same() -> None:
     ntk = rope_ext.export(patched("ntk"), "llama.cpp").settings
     assert ntk["gguf"]["llama.rope.freq_base"] == pytest.approx(10000 * 4 ** (16 / 14))
     assert ntk["flags"]["--override-kv"] == ["llama.context_length=int:256"]
+
+
+def test_a_window_that_was_removed_stays_removed(tmp_path: Path) -> None:
+    """The engine reads the file of the checkpoint, which has it."""
+    tiny_model("mistral", sliding_window=32).save_pretrained(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path)
+    config.sliding_window = None
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, config=config)
+    rope_ext.patch(model, "yarn", factor=4)
+    for engine, fields in (("vllm", "hf_overrides"), ("sglang", "json_model_override_args")):
+        assert rope_ext.export(model, engine).settings[fields]["sliding_window"] is None
+    rope_ext.patch(model, "rerope", factor=4, replace=True)
+    assert rope_ext.export(model, "vllm").settings["hf_overrides"]["sliding_window"] is None
+
+
+def test_a_limit_of_sentence_transformers_is_refused(tmp_path: Path) -> None:
+    model = tiny_model("gemma3_text", use_bidirectional_attention=True).model
+    model.save_pretrained(tmp_path / "plain")
+    (tmp_path / "plain/sentence_bert_config.json").write_text('{"max_seq_length": 64}')
+    loaded = AutoModel.from_pretrained(tmp_path / "plain")
+    rope_ext.patch(loaded, "yarn", factor=4, sliding_layers="scale").save_pretrained(
+        tmp_path / "long"
+    )
+    with pytest.raises(
+        rope_ext.ExportError, match=r"sentence_bert_config\.json limits texts to 64"
+    ):
+        rope_ext.export(loaded, "vllm")
+    assert "vllm serve" in rope_ext.export(tmp_path / "long", "vllm").command
 
 
 def test_a_folder_of_a_patched_model_is_not_called_the_unpatched_one(tmp_path: Path) -> None:

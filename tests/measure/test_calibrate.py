@@ -319,6 +319,12 @@ def test_bad_input_is_told_before_any_forward(model, tokenizer, changed, message
     assert not ran or "rerope" in str(changed)  # position methods are proven with the weights
 
 
+@pytest.mark.parametrize("tune", [rope_ext.calibrate, rope_ext.search])
+def test_a_model_that_continues_no_text_is_refused(model, tokenizer, tune) -> None:
+    with pytest.raises(rope_ext.OptionError, match="LlamaModel does not continue a prompt"):
+        tune(model.model, tokenizer, TARGET, DOCUMENTS)
+
+
 def test_the_command_calibrates_prints_and_goes_on(checkpoint, tmp_path) -> None:
     text, output = tmp_path / "text.jsonl", tmp_path / "found"
     text.write_text("".join(json.dumps({"text": each}) + "\n" for each in DOCUMENTS))

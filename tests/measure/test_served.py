@@ -83,6 +83,24 @@ def test_a_server_gets_the_prompts_of_a_local_model_and_answers_alike(
     prompts = [list(case.ids) for case in cases]
     assert sorted(fake.prompts) == sorted(prompts)
     assert all(body["temperature"] == 0 for body in fake.asked)
+    # vLLM would take a penalty from the model's generation_config.json otherwise.
+    assert all(body["repetition_penalty"] == 1 for body in fake.asked)
+
+
+def test_a_server_without_repetition_penalty_is_asked_without(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Strict(Fake):
+        def answer(self, body: dict[str, Any]) -> tuple[int, Any]:
+            if "repetition_penalty" in body:
+                return 400, {"error": {"message": "unknown field"}}
+            return super().answer(body)
+
+    want = measured(local(checkpoint, tmp_path / "here"), KEYS)
+    fake = fake_of(checkpoint)
+    with serving(Strict(fake.model, fake.tokenizer)) as url:
+        assert measured(served(checkpoint, tmp_path / "there", url), KEYS) == want
+    assert capsys.readouterr().err.count("takes no repetition_penalty") == 1
 
 
 @pytest.mark.parametrize("protocol", ["ending", "start"])

@@ -108,6 +108,18 @@ def test_the_patch_in_the_note_restores_what_a_file_scales(
     torch.testing.assert_close(logits(loaded), logits(wanted), rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("engine", ["llama.cpp", "ollama"])
+def test_a_file_that_scales_is_not_scaled_once_more(file: Path, tmp_path: Path, engine) -> None:
+    path = tmp_path / "scaled.gguf"
+    llama_cpp.extended(file, path, build_method("llama3", factor=4))
+    model = rope_ext.patch(rope_ext.from_pretrained(path), "yarn", factor=4)
+    with pytest.raises(rope_ext.ExportError, match="scales its rotary embedding already"):
+        rope_ext.export(model, engine)
+    words = ["verify", str(path), "--method", "yarn", "--factor", "4", "--engine", "llama.cpp"]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 2 and "scales its rotary embedding already" in result.stderr
+
+
 def test_a_table_of_llama_3_is_recognized(file: Path, tmp_path: Path) -> None:
     path = tmp_path / "llama3.gguf"
     rope = Rope.geometric(10000.0, 16, 8192)

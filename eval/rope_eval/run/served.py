@@ -6,7 +6,7 @@ tokenizer encodes to the same IDs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from typing import Any
@@ -80,6 +80,7 @@ class Served:
     def applied(self, system: System) -> Iterator[None]:
         self.server = self.servers[system.label]
         self.notes: set[str] = set()
+        self.unpenalized = True  # whether it takes repetition_penalty
         self.client = Client(self.server.url, self.settings.timeout, self.settings.retries)
         try:
             yield
@@ -163,7 +164,7 @@ class Served:
         """Return a completion that is consistent with the request."""
         name = self.server.served_model_name
         body |= {"model": name, "prompt": self._prompt(ids), "temperature": 0, "max_tokens": count}
-        found = Completion.from_json(self.client.post("/completions", body))
+        found = Completion.from_json(self._posted(body))
         if found.model not in (None, name):
             self._note(f"answers as {found.model!r}, not as {name!r}")
         read = len(ids) if found.read is None else found.read
@@ -178,6 +179,21 @@ class Served:
                 f"beginning-of-sequence token"
             )
         return found
+
+    def _posted(self, body: Mapping[str, Any]) -> Any:
+        """Post a request for greedy decoding; servers take penalties from the model otherwise."""
+        body = {**body, "presence_penalty": 0, "frequency_penalty": 0}
+        if not self.unpenalized:
+            return self.client.post("/completions", body)
+        try:
+            return self.client.post("/completions", {**body, "repetition_penalty": 1.0})
+        except RequestError as error:
+            if error.status not in (400, 422):
+                raise
+            found = self.client.post("/completions", body)
+            self.unpenalized = False  # OpenAI has no such field
+            self._note("takes no repetition_penalty, so that of its model holds, if it has one")
+            return found
 
     def _note(self, what: str) -> None:
         """Tell once what is unusual about the server's answers."""

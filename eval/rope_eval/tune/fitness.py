@@ -439,6 +439,12 @@ class Trials:
 
 
 def trained_rope(model: nn.Module, given: TuneOptions) -> Rope:
+    plain = unwrap(model)
+    if not (isinstance(plain, PreTrainedModel) and plain.can_generate()):
+        raise OptionError(
+            f"{type(plain).__name__} does not continue a prompt, as causal language models do; "
+            f"load it with AutoModelForCausalLM, or measure an embedder with rope-ext compare"
+        )
     rope = first_site(model, given.sliding_layers, given.original_max_position_embeddings).rope
     if given.target_length <= rope.length:
         raise OptionError(

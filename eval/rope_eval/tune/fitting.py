@@ -23,7 +23,7 @@ from rope_ext.methods import Method, all_encodings, build_method
 from rope_ext.methods.rope import whole_number
 from rope_ext.patching import Patch, current_patch, unpatched
 from rope_ext.position.attend import NAME
-from rope_ext.position.layers import LAYER
+from rope_ext.position.layers import LAYER, KeyProjection
 from rope_ext.position.learned import BIAS, DistanceBias
 from rope_ext.position.steps import Dense, Layer
 from rope_ext.rotary.context import attending
@@ -41,7 +41,8 @@ class _Observed(NamedTuple):
     dense: Dense  # the call without the encoding; queries and keys in float32
     queries: slice  # the queries to compare
     weights: torch.Tensor  # the target, [1, heads, queries, keys]
-    owner: nn.Module  # has the parameters of the encoding
+    module: nn.Module  # the attention module
+    keys: KeyProjection | None  # its key projection, if the encoding uses it
 
 
 def fit(
@@ -139,7 +140,11 @@ def supported() -> list[str]:
 def _loss(seen: _Observed, part: DistanceBias) -> torch.Tensor:
     """Cross entropy between target weights and those of the encoding, in nats."""
     key = seen.dense.key
-    call = replace(seen.dense.call, **part(key.shape[2], key.device, key.dtype, seen.owner))
+    projection = None
+    if seen.keys is not None:
+        projection = seen.keys.weight(seen.module, key.device, key.dtype)
+    added = part(key.shape[2], device=key.device, dtype=key.dtype, projection=projection)
+    call = replace(seen.dense.call, **added)
     found = seen.dense._replace(call=call).weights(seen.queries)
     least = torch.finfo(found.dtype).tiny  # masked keys have weight 0 in both
     return -(seen.weights * found.clamp(min=least).log()).sum((-3, -1)).mean()
@@ -156,6 +161,12 @@ def _observe(
         if layer is None or layer.layout is None or layer.biased is None:
             return
         tokens = dense.query.shape[2]
+        # Otherwise, all queries have the last position.
+        if not torch.equal(dense.places.query, dense.places.key):
+            raise OptionError(
+                "rope_ext.fit needs layers that see all earlier tokens and no later ones, and this "
+                "model has some that see both, or a window; train the encoding without it"
+            )
         # Evenly spaced, the last token among them.
         queries = slice((tokens - 1) % -(-tokens // QUERIES), None, -(-tokens // QUERIES))
         layout = layer.layout
@@ -165,9 +176,12 @@ def _observe(
         angles = -torch.arange(tokens, device=theta.device)[:, None] * theta
         back = angles.cos(), angles.sin()
         query, key = (layout.pairs.rotate(x.float(), back) for x in (dense.query, dense.key))
-        bare = dense._replace(query=query, key=key)
         found[module] = _Observed(
-            dense=bare, queries=queries, weights=dense.weights(queries).float(), owner=layer.biased
+            dense=dense._replace(query=query, key=key),
+            queries=queries,
+            weights=dense.weights(queries).float(),
+            module=module,
+            keys=layer.keys,
         )
 
     with attending(decoder, NAME, look):

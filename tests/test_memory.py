@@ -101,3 +101,11 @@ def test_an_encoder_decoder_is_refused_by_name() -> None:
     model = tiny_of(transformers.T5GemmaForConditionalGeneration)
     with pytest.raises(UnsupportedModelError, match="encoder-decoder"):
         memory(model.config, 128)
+
+
+def test_an_encoder_needs_no_cache(tmp_path: Path) -> None:
+    tiny_of(transformers.ModernBertModel).save_pretrained(tmp_path)
+    found = memory(tmp_path, 128)
+    assert found.cache == 0 < found.prefill
+    with pytest.raises(UnsupportedModelError, match="one forward; leave chunk out"):
+        memory(tmp_path, 128, chunk=32)

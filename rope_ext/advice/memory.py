@@ -120,7 +120,8 @@ def memory(
             f"({type(error).__name__}: {first_line(error)}); correct its configuration"
         ) from error
     # A sliding layer's window is a view into the whole chunk's keys, so all of them stay in memory.
-    there = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
+    layers = () if cache is None else cache.layers
+    there = [layer for layer in layers if getattr(layer, "keys", None) is not None]
     sizes = [sum(x.untyped_storage().nbytes() for x in (one.keys, one.values)) for one in there]
     stored = sum(sizes)
     prefill = live.peak - stored
@@ -128,7 +129,7 @@ def memory(
         packed = (cache_bits + 2 * 16 / GROUP) / (8 * dtype.itemsize)
         recent = min(1, RESIDUAL / length)
         stored *= recent + (1 - recent) * packed
-        prefill += max(sizes)  # layers are dequantized one at a time
+        prefill += max(sizes, default=0)  # layers are dequantized one at a time
     queries, keys, size = heads_of(model.config)
     in_bands = batch * length * size * (3 * dtype.itemsize * (queries + keys) + 3 * 4 * queries)
     weights = sum(p.untyped_storage().nbytes() for p in model.parameters())
@@ -166,7 +167,7 @@ def _fix_frequencies(model: nn.Module) -> None:
 
 
 def _prefilled(model: Any, live: Live, shape: tuple[int, int], last: int) -> Any:
-    """Run a prompt with ``last`` tokens in its last chunk; returns its cache."""
+    """Run a prompt with ``last`` tokens in its last chunk; returns its cache, if it has one."""
     model.to_empty(device="cpu").tie_weights()
     cache = None
     ids = torch.zeros(shape, dtype=torch.long)
@@ -176,7 +177,13 @@ def _prefilled(model: Any, live: Live, shape: tuple[int, int], last: int) -> Any
             live.peak = live.live  # keep the last chunk's peak: it attends to the most tokens
             if part.shape[1]:
                 options = {"use_cache": True, "logits_to_keep": 1}
-                [cache] = caches_in(model(part, **as_argument(model, cache), **options))
+                found = caches_in(model(part, **as_argument(model, cache), **options))
+                cache = next(iter(found), None)
+    if cache is None and last < shape[1]:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no cache, so it reads a text in one forward; leave chunk "
+            f"out"
+        )
     return cache
 
 

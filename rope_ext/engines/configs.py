@@ -45,7 +45,7 @@ SGLANG_BACKEND = "rope_ext"
 """Name of the attention backend of its plugin."""
 
 _SENTENCES = "sentence_bert_config.json"
-_WINDOWS = ("sliding_window", "use_sliding_window", "layer_types")
+_WINDOWS = ("sliding_window", "use_sliding_window")
 POOLING_FAMILIES = ("modernbert", "gemma3_text", "llama", "qwen3")
 """Families that read in both directions, whose hidden states vLLM computes like transformers."""
 
@@ -252,7 +252,7 @@ def _by_fields(
 
 
 def _windows(state: Patch) -> dict[str, Any]:
-    """Return how the windows of layers were changed since the checkpoint was loaded."""
+    """Return the fields by which windows of layers were removed since the checkpoint was loaded."""
     own = text_config(state.decoder)
     name = state.model.config.name_or_path
     if not name:
@@ -263,8 +263,11 @@ def _windows(state: Patch) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     loaded = loaded.get("text_config") or loaded
-    now = {field: getattr(own, field, None) for field in _WINDOWS if field in loaded}
-    return {field: value for field, value in now.items() if value != loaded[field]}
+    if loaded.get("use_sliding_window") is False:  # then transformers drops the window itself
+        return {}
+    # Not what differs otherwise: of Gemma 3 in both directions, transformers halves the number.
+    now = {field: getattr(own, field, None) for field in _WINDOWS if loaded.get(field)}
+    return {field: value for field, value in now.items() if not value}
 
 
 def _multiplies_length(parameters: Mapping[str, Any]) -> bool:

@@ -238,8 +238,6 @@ def _reaching(factor: float, length: int) -> float:
 
 def llama_cpp(state: Patch, saved: Saved | None) -> Export:
     """Return flags of ``llama-server``, or the command that writes a file for it."""
-    if (reason := already_scaled(state.model.config)) is not None:
-        raise Refusal(reason)
     plan = planned(state, in_file=saved is not None)
     source, output, before, named = _writing(state, saved)
     notes = ["as llama.cpp computes it at commit 0c1e57098", *base.precise_note(state), *plan.notes]
@@ -262,8 +260,6 @@ def llama_cpp(state: Patch, saved: Saved | None) -> Export:
 
 def ollama(state: Patch, saved: Saved | None) -> Export:
     """Return a Modelfile, and the command that writes its GGUF file."""
-    if (reason := already_scaled(state.model.config)) is not None:
-        raise Refusal(reason)
     plan = planned(state, in_file=True)
     if any("-beta-" in flag for flag in plan.flags):
         raise Refusal(
@@ -309,6 +305,12 @@ def _writing(
     state: Patch, saved: Saved | None, absolute: bool = False
 ) -> tuple[str, str, str, tuple[str, ...]]:
     """Return the unpatched and patched GGUF file, the command that writes it, and a note."""
+    if (reason := already_scaled(state.model.config)) is not None:
+        raise Refusal(reason)
+
+    def printed(path: str) -> str:
+        return str(Path(path).absolute()) if absolute and Path(path).exists() else path
+
     source = "MODEL.gguf"
     output = "MODEL-long.gguf"
     file = gguf_source.file_of(state.model.config)
@@ -321,7 +323,7 @@ def _writing(
     elif file is not None:
         stem = Path(file).stem
         # A Modelfile has no way to quote a line break.
-        source = str(Path(file).absolute()) if absolute and Path(file).exists() else file
+        source = printed(file)
         output = f"{stem if stem.isprintable() else 'MODEL'}-long.gguf"
         notes = ()
     method = state.record.method
@@ -337,9 +339,7 @@ def _writing(
             "gguf", source, **patch_options, trained_length=state.length, output=output
         )
     else:
-        folder = base.folder_of(saved)
-        folder = str(Path(folder).absolute()) if absolute and Path(folder).exists() else folder
-        words = ["rope-ext", "gguf", folder, source, "--output", output]
+        words = ["rope-ext", "gguf", printed(base.folder_of(saved)), source, "--output", output]
     return source, output, shell_join(words), notes
 
 

@@ -169,6 +169,12 @@ class Layer:
     def __reduce__(self) -> tuple[Any, ...]:  # rotations contain functions, which do not pickle
         return Layer, (self.map, self.layout, self.number, self.window, self.biased, self.keys)
 
+    def projection(self, module: nn.Module, like: Tensor) -> Tensor | None:
+        """Return the key projection of the attention module, if the bias uses it."""
+        if self.keys is None:
+            return None
+        return self.keys.weight(module, like.device, like.dtype)
+
     def adding(self, layer_call: "LayerCall", forward: PositionForward) -> Call:
         """Return the attention call with this layer's bias or scores, for all distances."""
         call = layer_call.call
@@ -181,9 +187,7 @@ class Layer:
         bias = getattr(holder, learned.BIAS)  # looked up each time, since peft may wrap it
         query = layer_call.query
         like = {"device": query.device, "dtype": wide(query)}
-        projection = None
-        if self.keys is not None:
-            projection = self.keys.weight(module, query.device, query.dtype)
+        projection = self.projection(module, query)
         # The first argument by position, since peft's wrapper takes one. No modules: accelerate
         # moves all arguments to the device of an offloaded module.
         added = bias(forward.distances, **like, projection=projection, both=forward.both)

@@ -301,9 +301,10 @@ class Recommendation:
         little = f"costs at most {MAX_COST:.0%}" if best.loss is not None else "shows no clear loss"
         if best.cheap or self.cheap is None:
             none = self.cheap is None and len(self.methods) > 1
-            all_lose = " Every method clearly loses some."
-            unclear = f" Of no method is it clear that it {little}."
-            return text + (all_lose if best.loss is None else unclear) * none
+            verdict = f" Of no method is it clear that it {little}."
+            if best.loss is None:
+                verdict = " Every method clearly loses some."
+            return text + verdict * none
         return f"{text} Best that {little}: {self._other(self.cheap)}"
 
     def _engines(self) -> list[str]:

@@ -46,11 +46,16 @@ def estimate_perplexity(
     return _estimate(perplexity(mean), ends=ends, count=len(losses), note=TOO_FEW)
 
 
-def estimate_rate(passes: Sequence[float]) -> Estimate:
-    """Compute the mean share of answers found, with its exact interval."""
+def estimate_rate(passes: Sequence[float], trials: int | None = None) -> Estimate:
+    """Compute the mean share of answers found, with its exact interval.
+
+    ``trials`` is the number of independent ones; None: each is.
+    """
+    trials = len(passes) if trials is None else trials
     # Sums of shares may exceed the number of prompts by rounding.
     total = min(math.fsum(passes), len(passes))
-    return Estimate(total / len(passes), *rate_interval(total, len(passes)), len(passes))
+    interval = rate_interval(total * trials / len(passes), trials)
+    return Estimate(total / len(passes), *interval, trials)
 
 
 def estimate(outcomes: Sequence[Outcome], kind: str) -> Estimate:
@@ -60,9 +65,7 @@ def estimate(outcomes: Sequence[Outcome], kind: str) -> Estimate:
     """
     if kind == "loss":
         return estimate_perplexity(*by_document(outcomes))
-    rate = math.fsum(outcome.value for outcome in outcomes) / len(outcomes)
-    questions = len(by_question(outcomes))
-    return Estimate(rate, *rate_interval(min(rate, 1.0) * questions, questions), questions)
+    return estimate_rate([outcome.value for outcome in outcomes], len(by_question(outcomes)))
 
 
 def by_question(outcomes: Sequence[Outcome]) -> list[float]:

@@ -23,7 +23,7 @@ from rope_ext.methods import Method, all_encodings, build_method
 from rope_ext.methods.rope import whole_number
 from rope_ext.patching import Patch, current_patch, unpatched
 from rope_ext.position.attend import NAME
-from rope_ext.position.layers import LAYER, KeyProjection
+from rope_ext.position.layers import LAYER
 from rope_ext.position.learned import BIAS, DistanceBias
 from rope_ext.position.steps import Dense, Layer
 from rope_ext.rotary.context import attending
@@ -42,7 +42,7 @@ class _Observed(NamedTuple):
     queries: slice  # the queries to compare
     weights: torch.Tensor  # the target, [1, heads, queries, keys]
     module: nn.Module  # the attention module
-    keys: KeyProjection | None  # its key projection, if the encoding uses it
+    layer: Layer  # what the patch stores on it
 
 
 def fit(
@@ -140,9 +140,7 @@ def supported() -> list[str]:
 def _loss(seen: _Observed, part: DistanceBias) -> torch.Tensor:
     """Cross entropy between target weights and those of the encoding, in nats."""
     key = seen.dense.key
-    projection = None
-    if seen.keys is not None:
-        projection = seen.keys.weight(seen.module, key.device, key.dtype)
+    projection = seen.layer.projection(seen.module, key)
     added = part(key.shape[2], device=key.device, dtype=key.dtype, projection=projection)
     call = replace(seen.dense.call, **added)
     found = seen.dense._replace(call=call).weights(seen.queries)
@@ -181,7 +179,7 @@ def _observe(
             queries=queries,
             weights=dense.weights(queries).float(),
             module=module,
-            keys=layer.keys,
+            layer=layer,
         )
 
     with attending(decoder, NAME, look):

@@ -44,6 +44,11 @@ class DAPE(Encoding):
     hidden: Tokens = 32
     width: Annotated[int, Whole(parity="odd")] = 3
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        convolves = self.version == 2 or self.width == DAPE.width
+        self.require("width", convolves, "left out with version=1")
+
     @functools.cached_property
     def _bias(self) -> Encoding | None:
         return None if self.on is None else cast(Encoding, build_method(self.on))

@@ -40,6 +40,8 @@ class T5(Encoding):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        logarithmic = not self._by_offset or self.num_buckets == T5.num_buckets
+        self.require("num_buckets", logarithmic, "left out with buckets='offsets'")
         exact = self.num_buckets // 2
         holds = self._by_offset or self.max_distance > exact
         self.require("max_distance", holds, f"more than {exact}")

@@ -127,6 +127,12 @@ def _measured(decoder: nn.Module, first: nn.Module, position_map: PositionMap) -
         run(decoder, torch.arange(count, device="cpu")[None] * (vocabulary // count))
     finally:
         handle.remove()
+    if len(seen) > 1:
+        raise UnsupportedModelError(
+            f"{type(decoder).__name__} runs its first layer {len(seen)} times in one forward, so "
+            f"{position_map.method.name} would be applied as often; use an encoding in the "
+            f"attention, such as 'alibi'"
+        )
     x = seen[0] if seen else None
     if not isinstance(x, Tensor) or x.shape[:-1] != (1, count):
         raise UnsupportedModelError(
@@ -213,9 +219,12 @@ def _before(
 ) -> tuple[tuple, dict]:
     forward = forward_of(position_map, module, args=args, kwargs=kwargs)
     x = args[0] if args else kwargs["hidden_states"]
-    z = getattr(module, POSITIONS)(x, forward.query.clamp(min=0))  # peft may have wrapped it
+    # In bfloat16, positions beyond 256 would lose their fractions.
+    wide = torch.promote_types(x.dtype, torch.float32)
+    wide = torch.float64 if position_map.precise else wide
+    t = forward.query.clamp(min=0).to(wide)
+    z = getattr(module, POSITIONS)(x, t)  # peft may have wrapped it
     inv_freq = position_map.inv_freq(layout.site, z.device)
-    wide = torch.float64 if position_map.precise else z.dtype
     rotation = _RotatingCache(layout.pairs, z.to(wide).unsqueeze(-1) * inv_freq.to(wide))
     forward.shared.computed[module] = rotation
 

@@ -257,13 +257,15 @@ class HeadPositions(Learning):
         super().__init__(encoding, encoding.initial_positions(columns, key_heads), near)
 
     def forward(self, x: Tensor, t: Tensor) -> Tensor:
-        """Return ``[rows, key heads, tokens]``, at least float32, for states ``x`` at ``t``."""
-        # In bfloat16, positions beyond 256 would lose their fractions.
+        """Return ``[rows, key heads, tokens]``, at least float32, for states ``x`` at ``t``.
+
+        ``t`` has the dtype of angles, since a sum with it keeps its fractions.
+        """
         wide = torch.promote_types(x.dtype, torch.float32)
         device = next(self.parameters(), x).device
         with torch.autocast(x.device.type, enabled=False):
             learned = {name: value.to(wide) for name, value in self.clamped().items()}
-            return self.encoding.places(x.to(device, wide), t.to(device, wide), learned)
+            return self.encoding.places(x.to(device, wide), t.to(device), learned)
 
 
 class Earlier:

@@ -117,11 +117,12 @@ class Dense(NamedTuple):
 
 
 def _seeing_ahead(
-    position_map: PositionMap, rotations: BandRotations, ahead: int, biased: bool
+    position_map: PositionMap, rotations: BandRotations, ahead: int, by_distance: bool
 ) -> BandRotations:
     """Return them for a mask that shows queries up to ``ahead`` later tokens, as within an image.
 
-    Later keys get the rotations of the nearest keys before a query.
+    Later keys get the rotations of the nearest keys before a query. ``by_distance``: a bias or a
+    decay depends on the distance, and is not defined for later keys.
     """
     if ahead == 0:
         return rotations
@@ -129,7 +130,7 @@ def _seeing_ahead(
     seeing = []
     for band in rotations:
         geometry = band.geometry
-        if isinstance(geometry, Distance) and geometry.first == 0 and not biased:
+        if isinstance(geometry, Distance) and geometry.first == 0 and not by_distance:
             farthest = math.inf if geometry.last is None else geometry.last - 1
             geometry = replace(geometry, first=-ahead)
         seeing.append(band._replace(geometry=geometry))
@@ -246,9 +247,10 @@ class Step:
             self.rotations = layer.rotations_both_ways
             self._see_both_ways(mask, whole)
         else:
-            self._see_earlier(mask, whole, biased=layer.biased is not None)
+            decays = forward.map.query_span is not None
+            self._see_earlier(mask, whole, by_distance=decays or layer.biased is not None)
 
-    def _see_earlier(self, mask: BatchMask, whole: bool, biased: bool) -> None:
+    def _see_earlier(self, mask: BatchMask, whole: bool, by_distance: bool) -> None:
         """Set the runs of a causal forward, or the keys that its queries see."""
         forward = self.forward
         documents = forward.documents is not None
@@ -266,7 +268,7 @@ class Step:
         if self.runs is None and (near is None or not mask.causal or documents):
             seen = mask.dense_on(forward.device)
             self.rotations = _seeing_ahead(
-                forward.map, self.rotations, ahead=mask.ahead, biased=biased
+                forward.map, self.rotations, ahead=mask.ahead, by_distance=by_distance
             )
             if seen is not None:
                 first = self.offset - mask.offset  # the mask may have keys that this layer dropped
@@ -348,7 +350,11 @@ class Step:
             return dispatch.attend(query, key, value, call=call, kernel=forward.map.kernel)
         if call.bias is not None and forward.begins and call.bias.shape[1] >= forward.room:
             # The bias of this graph ends at the last slot, and larger distances would repeat it.
-            torch._assert_async((forward.key.amax() - forward.key.amin()) < forward.room, BEYOND)
+            # Not among padding, whose positions are below 0.
+            real = forward.real()
+            last = forward.key.where(real, 0).amax(1, keepdim=True)
+            first = forward.key.where(real, last).amin(1, keepdim=True)
+            torch._assert_async((last - first < forward.room).all(), BEYOND)
         sequences = forward.real().long() - 1  # 0, or -1 without a token
         first = torch.as_tensor(forward.filled)
         at = [forward.key, sequences, first]

@@ -63,6 +63,26 @@ def test_layers_that_see_otherwise_are_refused(text, family: str) -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.named_parameters())
 
 
+def test_a_temperature_of_the_patch_is_fitted_to(text) -> None:
+    """As close with it as the best of a grid of larger and smaller tables."""
+    model = rotates_constants()
+    original = logits(model, text)
+    rope_ext.patch(model, "t5", buckets="offsets", max_distance=LENGTH, temperature=2.0)
+    rope_ext.fit(model, text)
+    (table,) = parameters(model).values()
+    off = {}
+    for factor in (0.7, 1.0, 1.4):
+        with torch.no_grad():
+            table.mul_(factor)
+        off[factor] = float((logits(model, text) - original).square().mean())
+        with torch.no_grad():
+            table.div_(factor)
+    assert min(off, key=lambda factor: off[factor]) == 1.0, off
+    other = rope_ext.patch(rotates_constants(), "t5", attention_factor=1.5)
+    with pytest.raises(rope_ext.OptionError, match=r"patch with temperature=2.25 instead"):
+        rope_ext.fit(other, text)
+
+
 def test_a_model_begins_closer_to_the_original(text) -> None:
     """Every layer gets its own parameters, and nothing else of the model changes."""
     model = rotates_constants(layers=2)

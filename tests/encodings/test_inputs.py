@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import rope_ext
+from tests.families.zoo import tiny_model
 from tests.helpers.encodings import ALL, dense
 from tests.helpers.models import tiny_llama
 from tests.helpers.positions import FAMILIES, logits
@@ -42,6 +43,12 @@ def test_a_fading_rotation_holds_at_any_distance_and_in_half_precision(ids) -> N
     assert logits(model, ids, **given).isfinite().all()
 
 
+@pytest.mark.parametrize("name", ["learned", "floater"])
+def test_a_model_that_runs_its_first_layer_again_is_refused(name: str) -> None:
+    with pytest.raises(rope_ext.UnsupportedModelError, match="first layer 6 times in one forward"):
+        rope_ext.patch(tiny_model("hrm_text"), name, factor=4)
+
+
 def test_beyond_the_table_there_is_an_error_that_names_the_cure(ids) -> None:
     model = ALL["learned"].patch(tiny_llama(), length=64)
     logits(model, ids[:, :64])
@@ -54,6 +61,8 @@ def test_beyond_the_table_there_is_an_error_that_names_the_cure(ids) -> None:
         ("learned", {"extend": "linear"}, "extend='linear' is not valid; it must be 'hierarch"),
         ("multiplicative", {"factor": 2, "length": 64}, "patch with length=128"),
         ("multiplicative", {"table": "no"}, "must be 'learned' or 'sinusoidal'"),
+        ("t5", {"buckets": "offsets", "num_buckets": 8}, "num_buckets=8 .* left out with"),
+        ("dape", {"version": 1, "width": 7}, "width=7 .* left out with"),
         ("sinusoidal", {"scale": 0}, "scale=0 is not valid"),
         ("floater", {"into": "last"}, "into='last' is not valid; it must be 'every' or 'first'"),
         ("floater", {"flow": "none"}, "flow='none' is not valid; it must be 'continuous' or 'disc"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 import rope_ext
-from rope_ext.methods import build_method
 from tests.helpers.encodings import ALL, dense, parameters
 from tests.helpers.models import tiny_llama
 from tests.helpers.positions import EXACT, FAMILIES, logits
@@ -16,7 +15,7 @@ patch = ALL["repo"].patch
 def test_the_first_layers_keep_their_rotation(ids) -> None:
     """The first 5 of 16, rounded down, unless ``layers`` chooses others."""
     ids = ids[:, :12]
-    repo = build_method("repo")
+    repo = rope_ext.RePo()
     assert [repo.default_layers(n)[0] for n in (1, 3, 4, 16, 32)] == [0, 0, 1, 5, 10]
     model, plain = patch(tiny_llama(num_hidden_layers=4)), tiny_llama(num_hidden_layers=4)
     assert {int(name.split(".")[2]) for name in parameters(model)} == {1, 2, 3}
@@ -26,6 +25,17 @@ def test_the_first_layers_keep_their_rotation(ids) -> None:
     torch.testing.assert_close(logits(model, ids), right, **EXACT)
     chosen = rope_ext.patch(tiny_llama(num_hidden_layers=4), "repo", layers=[0, 3])
     assert {int(name.split(".")[2]) for name in parameters(chosen)} == {0, 3}
+
+
+def test_what_is_added_to_large_positions_keeps_its_fractions(ids) -> None:
+    """In float32, positions of a million have steps of 1/16."""
+    model = rope_ext.patch(tiny_llama(num_hidden_layers=1), "repo", positions="shifted")
+    for weight in model.model.layers[0].self_attn.rope_ext_positions.parameters():
+        torch.nn.init.normal_(weight)
+    near = logits(model, ids[:, :40])
+    rope_ext.patch(model, "repo", positions="shifted", precise=True, replace=True)
+    far = torch.arange(1_000_000, 1_000_040)[None]
+    torch.testing.assert_close(logits(model, ids[:, :40], position_ids=far), near, **EXACT)
 
 
 def test_positions_are_not_rounded_in_half_precision(ids) -> None:

@@ -9,6 +9,7 @@ import torch
 from transformers import GenerationConfig
 from transformers.integrations.executorch import TorchExportableModuleForDecoderOnlyLM
 
+import rope_ext
 from rope_ext.position.install import Installed
 from rope_ext.rotary import context
 from tests.helpers.graphs import static
@@ -47,6 +48,18 @@ def test_padding_in_tensors(name: str, side: str, ids, in_tensors) -> None:
     rows = [ids[0, :55], ids[1, :44]]
     steps = [55] if side == "right" else [20, 30, *[1] * 5]
     pieces_of_rows_are_as_alone(model, rows, side, steps, static(model))
+
+
+def test_rows_with_unequal_padding_under_a_bias_by_distance(ids) -> None:
+    """Padding has positions below 0, which are no distance to a token."""
+    model = rope_ext.patch(tiny_llama(num_hidden_layers=1), "t5", factor=4)
+    torch.nn.init.normal_(model.model.rope_ext_bias.beta)
+    mask = torch.ones(2, 40, dtype=torch.long)
+    mask[0, :7] = 0
+    given = {"attention_mask": mask, "use_cache": False}
+    right = logits(model, ids[:2, :40], **given)
+    found = logits(torch.compile(model, backend="eager"), ids[:2, :40], **given)
+    torch.testing.assert_close(found[mask.bool()], right[mask.bool()], **EXACT)
 
 
 @pytest.mark.parametrize("tokens", [30, 4])

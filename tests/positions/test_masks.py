@@ -65,7 +65,7 @@ def test_packed_documents_whose_first_tokens_see_each_other(ids) -> None:
     torch.testing.assert_close(logits(model, ids, **given), before, **EXACT)
 
 
-@pytest.mark.parametrize("name", ["rerope", "dual_chunk", "alibi"])
+@pytest.mark.parametrize("name", ["rerope", "dual_chunk", "alibi", "xpos"])
 def test_tokens_that_see_further_than_a_method_can_express(name: str, ids) -> None:
     options = {"rerope": {"window": 39}, "dual_chunk": {"chunk": 50, "local": 7}}
     model = rope_ext.patch(tiny_llama(), name, factor=4, **options.get(name, {}))

@@ -143,7 +143,11 @@ def _loss(seen: _Observed, part: DistanceBias) -> torch.Tensor:
     projection = seen.layer.projection(seen.module, key)
     added = part(key.shape[2], device=key.device, dtype=key.dtype, projection=projection)
     call = replace(seen.dense.call, **added)
-    found = seen.dense._replace(call=call).weights(seen.queries)
+    query = seen.dense.query  # of the unpatched model, without the patch's temperature
+    scale = seen.layer.map.temperature(torch.arange(query.shape[2], device=query.device), key.dtype)
+    if scale is not None:
+        query = query * scale[:, None]
+    found = seen.dense._replace(query=query, call=call).weights(seen.queries)
     least = torch.finfo(found.dtype).tiny  # masked keys have weight 0 in both
     return -(seen.weights * found.clamp(min=least).log()).sum((-3, -1)).mean()
 
@@ -193,6 +197,12 @@ def _check(state: Patch, input_ids: Any, steps: Any, learning_rate: Any) -> None
         raise OptionError(
             f"{state.method.name} has no parameters that rope_ext.fit sets; it supports "
             f"{', '.join(supported())}, and alibi with learned=True"
+        )
+    # Queries and keys are observed before the rotary module, which multiplies by it.
+    if (given := getattr(state.method, "attention_factor", None)) not in (None, 1):
+        raise OptionError(
+            f"rope_ext.fit would not see attention_factor={given}; patch with "
+            f"temperature={given**2:g} instead"
         )
     tensor = isinstance(input_ids, torch.Tensor)
     shape = list(input_ids.shape) if tensor and not input_ids.is_floating_point() else []

@@ -132,8 +132,9 @@ def test_the_table_pairs_documents_and_averages_seeds(tmp_path: Path) -> None:
     assert not any("mean" in line or "seed 43" in line for line in lines)  # not complete
 
 
-def test_the_page_has_the_tables_of_the_shipped_logs() -> None:
+@pytest.mark.parametrize("factor", [4, 8])
+def test_the_page_has_the_tables_of_the_shipped_logs(factor: int) -> None:
     page = (worth.ROOT / "docs" / "fine-tune.md").read_text(encoding="utf-8")
-    lines = [*worth_table.table(worth.ROOT / "docs" / "evidence" / "worth", 4, "pose")]
+    lines = [*worth_table.table(worth.ROOT / "docs" / "evidence" / "worth", factor, "pose")]
     assert len(lines) > 5
     assert "\n".join(lines) in page

@@ -227,8 +227,8 @@ class Encoding(PositionMethod):
 
         They depend on the token alone, so that keys can be rotated before caching. ``x`` is
         the input of the layer, float32 or better, ``[rows, tokens, columns]``; ``t`` the positions
-        in the sequence, in the dtype of angles, ``[rows or 1, tokens]``. ``repo`` computes them by
-        a network.
+        in the sequence, int64 or float64, ``[rows or 1, tokens]``. ``repo`` computes them by a
+        network.
         """
         raise NotImplementedError
 

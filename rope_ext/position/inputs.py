@@ -219,12 +219,11 @@ def _before(
 ) -> tuple[tuple, dict]:
     forward = forward_of(position_map, module, args=args, kwargs=kwargs)
     x = args[0] if args else kwargs["hidden_states"]
-    # In bfloat16, positions beyond 256 would lose their fractions.
-    wide = torch.promote_types(x.dtype, torch.float32)
-    wide = torch.float64 if position_map.precise else wide
-    t = forward.query.clamp(min=0).to(wide)
+    t = forward.query.clamp(min=0)
+    t = t.double() if position_map.precise else t
     z = getattr(module, POSITIONS)(x, t)  # peft may have wrapped it
     inv_freq = position_map.inv_freq(layout.site, z.device)
+    wide = torch.float64 if position_map.precise else z.dtype
     rotation = _RotatingCache(layout.pairs, z.to(wide).unsqueeze(-1) * inv_freq.to(wide))
     forward.shared.computed[module] = rotation
 

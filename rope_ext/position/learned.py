@@ -259,8 +259,9 @@ class HeadPositions(Learning):
     def forward(self, x: Tensor, t: Tensor) -> Tensor:
         """Return ``[rows, key heads, tokens]``, at least float32, for states ``x`` at ``t``.
 
-        ``t`` has the dtype of angles, since a sum with it keeps its fractions.
+        ``t`` is int64, or float64 to keep the fractions of a sum with it.
         """
+        # In bfloat16, positions beyond 256 would lose their fractions.
         wide = torch.promote_types(x.dtype, torch.float32)
         device = next(self.parameters(), x).device
         with torch.autocast(x.device.type, enabled=False):

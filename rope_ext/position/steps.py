@@ -348,14 +348,14 @@ class Step:
         call = replace(call, bands=self._rotated(wide(query)))
         if forward.regular:  # tokens 0, 1, 2, ...
             return dispatch.attend(query, key, value, call=call, kernel=forward.map.kernel)
+        real = forward.real()
         if call.bias is not None and forward.begins and call.bias.shape[1] >= forward.room:
             # The bias of this graph ends at the last slot, and larger distances would repeat it.
             # Not among padding, whose positions are below 0.
-            real = forward.real()
-            last = forward.key.where(real, 0).amax(1, keepdim=True)
-            first = forward.key.where(real, last).amin(1, keepdim=True)
-            torch._assert_async((last - first < forward.room).all(), BEYOND)
-        sequences = forward.real().long() - 1  # 0, or -1 without a token
+            farthest = forward.key.where(real, 0).amax(1, keepdim=True)
+            nearest = forward.key.where(real, farthest).amin(1, keepdim=True)
+            torch._assert_async((farthest - nearest < forward.room).all(), BEYOND)
+        sequences = real.long() - 1  # 0, or -1 without a token
         first = torch.as_tensor(forward.filled)
         at = [forward.key, sequences, first]
         return dispatch.attend_encoded(
